@@ -244,6 +244,20 @@ def long(session: nox.Session) -> None:
 
 
 @nox.session
+def interleavings(session: nox.Session) -> None:
+    """Try every order of events of small pipes, with failures and interrupts, and plant faults of order.
+
+    ``-- short`` tries a few orders of each program; other arguments go to python -m packages.gpipe.tests.interleavings.
+    """
+    install_all(session, "all-tests")
+    program = "packages.gpipe.tests.interleavings"
+    session.run("python", "-m", program, *chosen(session, ["--most", "10"], ["--most", "200"]))
+    if not session.posargs:
+        session.run("python", "-m", program + ".interrupted")
+        session.run("python", "-m", program + ".planted")
+
+
+@nox.session
 def frameworks(session: nox.Session) -> None:
     """Test pipelines in third-party trainers: transformers, accelerate, Lightning, peft.
 

@@ -16,9 +16,7 @@ from typing import Any
 
 import torch
 
-from gpipe.model import _forward
-from gpipe.transport import _transport
-from streams import _spawn, use_stream
+from streams import use_stream, waiting
 
 from . import build
 from .races import Race, Races
@@ -37,8 +35,7 @@ def library() -> ModuleType:
     torch._register_device_module(TYPE, _module())
     loaded.listen(races)
     atexit.register(loaded.listen, None)
-    _transport.SimpleQueue = _spawn.SimpleQueue = Queue
-    _forward.Semaphore = Semaphore
+    waiting.SimpleQueue, waiting.Semaphore = Queue, Semaphore
     return loaded
 
 

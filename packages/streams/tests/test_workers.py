@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from streams import Context, CPUStream, Task, _spawn, spawn_workers, worker
+from streams import Context, CPUStream, Task, _spawn, spawn_workers, waiting, worker
 
 from .fakes import FakeDevice, in_child, in_thread, started_from_now, take, wait
 
@@ -201,7 +201,7 @@ class Interrupted(Event):
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_an_interrupt_while_waiting_passes_only_after_the_last_has_ended(monkeypatch, workers):
-    monkeypatch.setattr(_spawn, "Event", Interrupted)
+    monkeypatch.setattr(waiting, "Event", Interrupted)
     monkeypatch.setattr(Interrupted, "interrupts", 1)
     started, finished = started_from_now(), []
     tasks = [task(lambda i=i: finished.append(i)) for i in range(5)]

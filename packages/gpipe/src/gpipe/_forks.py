@@ -6,13 +6,14 @@ No thread of the child could release a lock that another thread held during the 
 from __future__ import annotations
 
 import os
-import threading
 from contextlib import AbstractContextManager
+
+from streams import waiting
 
 
 def fork_lock() -> AbstractContextManager[object]:
     """Return a reentrant lock that lives as long as the process."""
-    lock = threading.RLock()
+    lock = waiting.RLock()
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
     return lock

@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 from functools import partial
-from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from microbatch import flatten, unflatten
-from streams import add_note
+from streams import add_note, waiting
 
 from ._allocations import AllocationTracker
 from ._ends import enter
@@ -152,7 +151,7 @@ def _seen(layer: nn.Module, leaves: Sequence[Any], tree: Any) -> _Seen:
             found.append(error)
 
     grad_mode = torch.is_grad_enabled()
-    thread = Thread(target=call, name="profiler: a layer on zeros")
+    thread = waiting.Thread(target=call, name="profiler: a layer on zeros")
     thread.start()
     thread.join()
     if isinstance(found[0], Exception):

@@ -1,5 +1,6 @@
 """A device-independent stream API, and worker threads that inherit their caller's settings."""
 
+from . import _waiting as waiting
 from ._context import Context
 from ._device import has_streams
 from ._dispatch import DispatchMode
@@ -52,6 +53,7 @@ __all__ = [
     "use_stream",
     "wait_event",
     "wait_stream",
+    "waiting",
     "worker",
 ]
 __version__ = "0.1.0"

@@ -7,12 +7,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import Context as Variables
 from contextvars import ContextVar, Token, copy_context
 from functools import cache, partial
-from threading import RLock, Thread
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import _C
 from torch.overrides import TorchFunctionMode
+
+from . import _waiting as waiting
 
 
 class Context:
@@ -131,7 +132,7 @@ class Context:
 @cache
 def _plain() -> Context:
     found: list[Context] = []
-    thread = Thread(target=lambda: Variables().run(lambda: found.append(Context())))
+    thread = waiting.Thread(target=lambda: Variables().run(lambda: found.append(Context())))
     thread.start()
     thread.join()
     return found[0]
@@ -198,7 +199,7 @@ class CastUsers:
 
     def __init__(self) -> None:
         self._inside = 0
-        self._lock = RLock()  # reentrant, because the garbage collector may run any code while it is held
+        self._lock = waiting.RLock()  # reentrant, because the garbage collector may run any code while it is held
 
     def enter(self, wanted: Autocast) -> Undo | None:
         found = read_autocast()

@@ -10,14 +10,16 @@ import ctypes
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from queue import Empty, SimpleQueue
-from threading import Event, Thread, current_thread
+from queue import Empty
+from threading import current_thread
 from typing import Any
+
+from . import _waiting as waiting
 
 PATIENCE = 2.0
 """The maximum seconds that the exit waits for workers. Killing a worker that is blocked in a wait is harmless."""
 
-_workers: dict[Thread, SimpleQueue[Any]] = {}
+_workers: dict[waiting.Thread, waiting.SimpleQueue[Any]] = {}
 """The task queue of each worker.
 
 Workers modify this dict at any time, so it is copied in one operation before iteration. A forked process also has the
@@ -26,7 +28,7 @@ parent's workers in it, but ``is_alive`` is False for them.
 
 
 @contextmanager
-def watched(in_queue: SimpleQueue[Any], ended: Event) -> Iterator[None]:
+def watched(in_queue: waiting.SimpleQueue[Any], ended: waiting.Event) -> Iterator[None]:
     """Let the exit stop this thread through ``in_queue`` inside a ``with`` block; set ``ended`` at its end."""
     _workers[current_thread()] = in_queue
     try:

@@ -1,12 +1,12 @@
 """Run one worker thread per device for the duration of a ``with`` block."""
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
-from queue import SimpleQueue
-from threading import Event, Thread, current_thread
+from threading import current_thread
 from types import TracebackType
 
+from . import _waiting as waiting
 from ._context import Context
 from ._device import Device, check, normalise
 from ._exit import watched
@@ -17,16 +17,16 @@ from ._worker import serve
 Queues = tuple[list[InQueue], list[OutQueue]]
 
 
-class _Worker(Thread):
+class _Worker:
     """A worker thread with its queues. ``ended`` is set after its last task."""
 
     def __init__(self, device: Device, context: Context) -> None:
-        self.in_queue: InQueue = SimpleQueue()
-        self.out_queue: OutQueue = SimpleQueue()
-        self.ended = Event()
+        self.in_queue: InQueue = waiting.SimpleQueue()
+        self.out_queue: OutQueue = waiting.SimpleQueue()
+        self.ended = waiting.Event()
         blocks = partial(watched, self.in_queue, self.ended), context.applied, partial(use_device, device)
         # A daemon thread, because the interpreter waits for non-daemon threads before it exits.
-        super().__init__(
+        self.thread = waiting.Thread(
             target=serve, args=(self.in_queue, self.out_queue, *blocks), name=f"worker of {device}", daemon=True
         )
 
@@ -110,25 +110,29 @@ class _WorkerBlock(AbstractContextManager[Queues]):
 
     def __del__(self) -> None:
         # The block was not left: end the workers without waiting, because this may run on any thread.
-        for each in vars(self).get("_workers", ()):  # missing if __init__ was interrupted
-            each.in_queue.put(None)
+        workers = [*vars(self).get("_workers", ())]  # missing if __init__ was interrupted
+        # After an interrupt, which Python does not raise out of a finalizer, the remaining workers must end as well.
+        while workers:
+            with suppress(BaseException):
+                workers[-1].in_queue.put(None)
+                workers.pop()
 
     def _start(self, device: Device, context: Context) -> _Worker:
         each = _Worker(device, context)
         self._workers.append(each)
-        each.start()
+        each.thread.start()
         return each
 
     def _end_all(self) -> None:
         for each in self._workers:
             each.in_queue.put(None)
         for each in self._workers:
-            if each is current_thread():
+            if each.thread is current_thread():
                 continue  # a worker may leave its own block, but cannot join itself
-            if each.is_alive():
+            if each.thread.is_alive():
                 # Before Python 3.13, a join that follows an interrupted join returns although the thread still runs.
                 each.ended.wait()
-                each.join()
+                each.thread.join()
             elif not each.ended.is_set():
                 # The thread could not start, or this is a forked process, where it does not exist.
                 each.out_queue.put((False, None))

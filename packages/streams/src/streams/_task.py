@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
+from . import _waiting as waiting
 from ._stream import AbstractStream, is_accelerator
 from ._use import use_stream
 
@@ -71,8 +71,8 @@ ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType]
 Answer: TypeAlias = tuple[Literal[True], tuple[Task[Any], Any]] | tuple[Literal[False], ExcInfo]
 """The answer of a worker to a task: ``(True, (task, result))`` or ``(False, exc_info)``."""
 
-InQueue: TypeAlias = SimpleQueue[Task[Any] | None]
+InQueue: TypeAlias = waiting.SimpleQueue[Task[Any] | None]
 """The tasks of a worker; ``None`` stops it."""
 
-OutQueue: TypeAlias = SimpleQueue[Answer | tuple[Literal[False], None]]
+OutQueue: TypeAlias = waiting.SimpleQueue[Answer | tuple[Literal[False], None]]
 """The answers of a worker. The last one is ``(False, None)``, when it stops."""

@@ -6,10 +6,11 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import torch
+
+from . import _waiting as waiting
 
 _LIBRARY = {"win32": "torch_cpu.dll", "darwin": "libtorch_cpu.dylib"}.get(sys.platform, "libtorch_cpu.so")
 _PROCESS = os.getpid()
@@ -45,7 +46,7 @@ def limit_threads(number: int) -> None:
     if openmp is None:
         # This call changes this thread and the process default; a temporary thread then restores the process default.
         torch.set_num_threads(number)
-        thread = Thread(target=torch.set_num_threads, args=(before,))
+        thread = waiting.Thread(target=torch.set_num_threads, args=(before,))
         thread.start()
         thread.join()
         return

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch.library import Library
 
+from streams import waiting
+
 from .._forks import fork_lock
 from .._torch import (
     INTERCEPTING,
@@ -49,8 +51,8 @@ class _Turns:
 
     def __init__(self) -> None:
         self._lock = fork_lock()
-        self._changed = threading.Condition(self._lock)  # type: ignore[arg-type]
-        self._count = 0
+        self._changed = waiting.Condition(self._lock)  # type: ignore[arg-type]
+        self._running: set[object] = set()
         self._now: Kernels = None
         self._of_process: tuple[Any, ...] = ()
 
@@ -60,29 +62,37 @@ class _Turns:
         if _thread.is_inside:
             yield
             return
-        self._begin(kernels)
-        _thread.is_inside = True
+        turn = object()
         try:
+            self._begin(turn, kernels)
+            _thread.is_inside = True
             yield
         finally:
-            _thread.is_inside = False
-            self._end()
+            try:
+                self._end(turn)
+            finally:  # again after an interrupt, because other choices would otherwise wait forever
+                self._end(turn)
 
-    def _begin(self, kernels: Kernels) -> None:
+    def _begin(self, turn: object, kernels: Kernels) -> None:
         with self._lock:
-            while self._count and self._now != kernels:
+            while self._running and self._now != kernels:
                 self._changed.wait()
-            if not self._count and kernels is not None:
+            is_first = not self._running
+            if is_first and kernels is not None:
                 self._of_process = attention_settings()
-                set_attention(dict(enumerate(kernels)))
             self._now = kernels
-            self._count += 1
+            self._running.add(turn)
+            if is_first and kernels is not None:
+                set_attention(dict(enumerate(kernels)))
 
-    def _end(self) -> None:
+    def _end(self, turn: object) -> None:
+        """End a turn, if it has begun and has not ended yet."""
+        _thread.is_inside = False
         with self._lock:
-            self._count -= 1
-            if not self._count:
+            if self._running == {turn}:
                 self._restore()
+            self._running.discard(turn)
+            if not self._running:
                 self._changed.notify_all()
 
     def _restore(self) -> None:
@@ -93,7 +103,7 @@ class _Turns:
     def begin_in_child(self) -> None:
         """Reset the state after a fork, since the threads that run attentions do not exist in the child."""
         self._restore()
-        self._count = 0
+        self._running.clear()
 
 
 _turns = _Turns()

@@ -12,14 +12,14 @@ On the CPU, a layer raises RuntimeError when it draws after seeding the default 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+
+from streams import waiting
 
 from .._current import current
 from .._forks import fork_lock
@@ -68,7 +68,8 @@ class RunRNG:
     def __init__(self, agreed: int | None = None) -> None:
         self.drew = False
         self._agreed = agreed
-        self._lock = threading.Lock()
+        self._lock = waiting.Lock()
+        self._seed: int | None = None
         # A pipe inside a layer of another pipe draws from that layer's numbers, which the recomputation repeats.
         self._around = current.work.rng
         self._in_backward = current.work.step is not None and in_backward()
@@ -103,10 +104,13 @@ class RunRNG:
             return self._agreed
         # Several stages may draw for the first time at once, but a run takes only one number.
         with self._lock:
+            # Not a cached_property, whose lock all runs share before Python 3.12. A nested run would hold it while it
+            # waits for the outer run, whose other stages may wait for it.
+            if self._seed is None:
+                self._seed = self._take_seed()
             return self._seed
 
-    @cached_property
-    def _seed(self) -> int:
+    def _take_seed(self) -> int:
         if self._in_backward:
             raise RuntimeError(_IN_BACKWARD)
         if self._around is not None:

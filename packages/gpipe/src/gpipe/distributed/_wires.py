@@ -15,7 +15,6 @@ two ranks could deadlock: each would run a transfer whose other end is queued be
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,6 +35,7 @@ from streams import (
     use_stream,
     wait_event,
     wait_stream,
+    waiting,
 )
 
 from ..transport._copy import arrived, recorded
@@ -83,7 +83,7 @@ class Wires:
     def own(self, group: dist.ProcessGroup, member: int) -> None:
         if member not in self._groups:
             self._ranks.peers.add(member)
-            threading.Thread(target=self._attend, args=[member], name="gpipe attends a rank", daemon=True).start()
+            waiting.Thread(target=self._attend, args=[member], name="gpipe attends a rank", daemon=True).start()
         self._groups.setdefault(member, []).append(group)
 
     def settle(self) -> None:

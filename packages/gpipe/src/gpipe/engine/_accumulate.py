@@ -10,7 +10,6 @@ gradient is complete: with :class:`GradientSums`, autograd returns the gradient 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,6 +18,8 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
+
+from streams import waiting
 
 from .._torch import used_by_graphs
 from ..values._leaves import accumulated, is_custom, own_memory, storage_id
@@ -164,7 +165,7 @@ class DeferredGradients:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = waiting.Lock()
         self._held: dict[int, HeldLeaf] = {}
 
     def hold(self, leaves: Iterable[Tensor], *, every: bool = False, tied: bool = False) -> None:

@@ -9,16 +9,20 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
+from threading import get_ident
 
 import torch
 from torch import Tensor
 
+from streams import waiting
+
 from .._current import current
 from .._forks import fork_lock
 
-Sections = tuple["Section", ...]
+Sections = tuple[object, ...]
+"""Sections of pipes, and other things that one thread has at a time: see :func:`holding`."""
 
 
 class _Inside(threading.local):
@@ -52,11 +56,67 @@ def serving(sections: Sections) -> Iterator[None]:
         _inside.serves, _inside.holds = before
 
 
+@contextmanager
+def holding(thing: object, lock: AbstractContextManager[object]) -> Iterator[None]:
+    """Hold ``lock`` inside a ``with`` block in which a layer may run a pipe.
+
+    Args:
+        thing: identifies the lock.
+
+    Raises:
+        RuntimeError: waiting would be a deadlock with other threads.
+    """
+    with waiting_for(thing), lock:
+        _waits.pop(get_ident(), None)
+        before = _inside.holds
+        try:
+            _inside.holds = (*before, thing)
+            yield
+        finally:
+            _inside.holds = before
+
+
+@contextmanager
+def waiting_for(wanted: object) -> Iterator[None]:
+    """Record that this thread waits for ``wanted``, a section or the like.
+
+    Raises:
+        RuntimeError: the thread that has ``wanted`` waits for this thread, perhaps by way of others.
+    """
+    mine = sections_of_thread()
+    if not mine:  # nobody waits for this thread
+        yield
+        return
+    try:
+        with _claims:
+            _expect_no_cycle(wanted, {*mine})
+            _waits[get_ident()] = mine, wanted
+        yield
+    finally:
+        _waits.pop(get_ident(), None)  # atomic, and so without the lock
+
+
+def _expect_no_cycle(wanted: object, mine: set[object]) -> None:
+    # A run ends after all its threads, so that its section is not left before each of them has what it waits for.
+    reached, waits = {wanted}, [*_waits.copy().values()]
+    while True:
+        further = {other for held, other in waits if not reached.isdisjoint(held)} - reached
+        if not further:
+            break
+        reached |= further
+    if not reached.isdisjoint(mine):
+        raise RuntimeError(
+            "two threads would wait for each other forever: each runs a pipe with a layer, or code between blocks, "
+            "that calls a pipe which the other thread runs; run these pipes in one thread, or call the layers instead "
+            "of the pipe"
+        )
+
+
 class Section:
     """A reentrant lock that raises an error instead of a deadlock."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = waiting.RLock()
         self._process: int | None = None  # the process of the thread inside
 
     @contextmanager
@@ -64,7 +124,8 @@ class Section:
         """Wait until no other thread is inside, then enter.
 
         Raises:
-            RuntimeError: waiting would be a deadlock, or this process was forked while another thread was inside.
+            RuntimeError: waiting would be a deadlock, also with other threads that wait, or this process was forked
+                while another thread was inside.
         """
         # A hook that this thread calls between forwards and backwards may use the pipe, as no cell is computing.
         if self in _inside.holds:
@@ -72,7 +133,8 @@ class Section:
             return
         self._expect_an_end()
         # Reentrant, because after an interrupt this thread may hold the lock although ``_inside`` does not record it.
-        with self._lock:
+        with waiting_for(self), self._lock:
+            _waits.pop(get_ident(), None)
             self._process = os.getpid()
             work, before, grad = current.work, (_inside.serves, _inside.holds), torch.is_grad_enabled()
             # An interrupt may arrive between any two lines, including the lines that restore the previous state.
@@ -120,5 +182,9 @@ class Section:
 
 
 _claims = fork_lock()
+_waits: dict[int, tuple[tuple[object, ...], object]] = {}
+"""What each waiting thread has, and what it waits for. A forked process has other threads, which wait for nothing."""
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_waits.clear)
 _claimed: dict[Section, Sequence[Tensor]] = {}
 """The parameters whose gradients are being accumulated, by the section of the accumulating thread."""

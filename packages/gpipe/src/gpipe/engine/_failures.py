@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from streams import waiting
 
 from .._current import current
 from ..schedule import Step, Walk, replay
@@ -23,7 +23,7 @@ class Failures:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = waiting.Lock()
         self.walk: Walk = ()
         self._ordered: Walk | None = None
         self._order: dict[Step, When] = {}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from threading import Thread
 from weakref import WeakSet
 
 import torch
 from torch import nn
 
-from streams import Context
+from streams import Context, waiting
 
 from ..checkpoint import _attention, _parametrized
 from ..checkpoint._random import interception
@@ -75,7 +74,7 @@ class Pipeline:
             stage.guests = Guests(offload)
         self.offloaded = tuple(range(self.count)) if offload else ()
         self.host_links: dict[torch.device, HostLink] = {}
-        self.trainers = WeakSet[Thread]()
+        self.trainers = WeakSet[waiting.Thread]()
         self.has_warned_of_batch = False
         self._room_for_gradients = 0
         interception.prepare()

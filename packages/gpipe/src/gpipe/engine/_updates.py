@@ -7,13 +7,12 @@ parameters of this stage have a gradient. Source: ZeRO-Offload (arXiv 2101.06840
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 
 import torch
 from torch import Tensor
 
-from streams import add_note
+from streams import add_note, waiting
 
 from ._accumulate import GradientSums, add_to
 from ._autograd_calls import accumulate_whole
@@ -33,8 +32,8 @@ class Updates:
         self._optimizer = optimizer
         self._parameters = [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
         self._before: dict[Tensor, Tensor | None] = {}
-        self._thread: ThreadPoolExecutor | None = None
-        self._futures: list[Future[None]] = []
+        self._thread: waiting.ThreadPoolExecutor | None = None
+        self._futures: list[waiting.Future[None]] = []
         self._found: list[LeafGradient] = []
         self._done: set[Tensor] = set()
 
@@ -54,7 +53,7 @@ class Updates:
         self._before = {parameter: parameter.grad for parameter in self._parameters}
         for parameter in self._parameters:
             parameter.grad = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="gpipe optimizer")
+        self._thread = waiting.ThreadPoolExecutor(1, thread_name_prefix="gpipe optimizer")
 
     def ended(self, stage: int) -> None:
         """Update what a stage has the last gradient of. Called after its last unload."""

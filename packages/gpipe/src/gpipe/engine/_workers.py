@@ -73,20 +73,28 @@ class Workers:
         A work must not raise. If the caller is interrupted while it waits, ``stop`` must make every work return soon.
         Then the workers are ended, and the interrupt is raised.
         """
+        in_queues, out_queues = self._open()
+        # Until all answers are taken, so that the next run begins with new workers even if an interrupt arrives while
+        # this one handles another.
+        scope, self._scope = self._scope, None
+        assert scope is not None
         try:
-            in_queues, out_queues = self._open()
             self._share_processor(in_queues, out_queues)
             if self._are_on_cpu:
                 pause_helpers()  # they would spin on the cores that the workers need
             for queue, (stream, compute) in zip(in_queues, works, strict=True):
                 queue.put(_Work(stream, compute, stop))
             # Take all answers, even after a failure: the next run would mistake a remaining one for its own.
-            return [_result(queue.get()) for queue in out_queues]
+            results = [_result(queue.get()) for queue in out_queues]
         except BaseException:
-            # End the workers, because unread answers must not reach the next run.
-            stop()
-            self.close()
+            try:
+                stop()
+            finally:
+                stop()  # again after an interrupt, because workers that wait for each other would never end
+                scope.close()
             raise
+        self._scope = scope
+        return results
 
     def close(self) -> None:
         """End the threads, which must be idle. The next run starts new ones."""

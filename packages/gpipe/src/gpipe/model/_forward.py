@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import AbstractContextManager, nullcontext
-from threading import Semaphore
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from streams import limit_threads, use_device
+from streams import limit_threads, use_device, waiting
 
 from .._current import Work, current
 from .._torch import dispatch_modes, set_intercepting, with_dispatch_modes
@@ -39,7 +38,7 @@ class Forward:
         self._run, self._inputs = run, inputs
         self._calls = Calls(run, microbatch, inputs, known, self._enter)
         self._output: Any = None
-        self._go, self._stopped = Semaphore(0), Semaphore(0)
+        self._go, self._stopped = waiting.Semaphore(0), waiting.Semaphore(0)
         self._is_on = self._is_over = self._is_abandoned = False
         self._error: BaseException | None = None
         self._work = current.work

@@ -16,6 +16,7 @@ import torch
 from streams import has_streams
 
 from .._forks import fork_lock
+from ..engine._exclusive import holding
 
 _PYTHON, _NUMPY = "Python's random", "numpy.random"
 
@@ -63,6 +64,7 @@ def every_generator_restored(devices: Iterable[torch.device]) -> Iterator[None]:
         yield
 
 
+_GENERATORS = "the generators of the interpreter"
 _lock = fork_lock()
 """Held while the generators of the interpreter have the states of one piece of a forward."""
 
@@ -109,7 +111,7 @@ class Numbers:
         if self._is_nested or not self._drawing.get(key, True):
             return _nothing
         held = ExitStack()
-        held.enter_context(_lock)
+        held.enter_context(holding(_GENERATORS, _lock))
         outer, _thread.is_inside = _thread.is_inside, True
         before = generator_states()
         if not self._seeds:
@@ -127,7 +129,8 @@ class Numbers:
             _advance(name)
         if len(self._drawing) >= _MOST:  # the sizes of inputs keep changing
             self._drawing.clear()
-        self._drawing[key] = bool(drew) or self._drawing.get(key, False)
+        if drew or sys.exc_info()[0] is None:  # a piece that failed may not have reached its first number
+            self._drawing[key] = bool(drew) or self._drawing.get(key, False)
         held.close()
         return drew
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from torch import nn
+
+from streams import waiting
 
 from ..engine._accumulate import DeferredGradients
 from ..engine._offloaded import Offload
@@ -35,22 +36,26 @@ class Threads:
     """The threads of forwards. They wait between runs, and end with the pipe."""
 
     def __init__(self) -> None:
-        self._process, self._pool = -1, None
+        self._process, self._pool, self._ending = -1, None, None
 
     @property
-    def pool(self) -> ThreadPoolExecutor:
+    def pool(self) -> waiting.ThreadPoolExecutor:
         if self._pool is None or self._process != os.getpid():  # a forked child has no threads
             # The pool starts as many threads as there are micro-batches in flight.
-            self._pool = ThreadPoolExecutor(2**16, thread_name_prefix="gpipe forward")
+            self._pool = waiting.ThreadPoolExecutor(2**16, thread_name_prefix="gpipe forward")
             self._process = os.getpid()
         return self._pool
 
     def close(self) -> None:
-        pool, self._pool = self._pool, None
-        if pool is not None and self._process == os.getpid():
-            pool.shutdown()
+        """End the threads, and wait for them. After an interrupt, the next call waits for the same threads."""
+        if self._pool is not None:
+            self._ending, self._pool = self._pool, None
+        if self._ending is not None and self._process == os.getpid():
+            self._ending.shutdown()
+        self._ending = None
 
-    _pool: ThreadPoolExecutor | None
+    _pool: waiting.ThreadPoolExecutor | None
+    _ending: waiting.ThreadPoolExecutor | None
 
 
 class ModelPipeline(Pipeline):

@@ -7,10 +7,12 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import Empty
 from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
+
+from streams import waiting
 
 from ..skip import SkipLayout
 from ..values._describe import Cancelled
@@ -64,7 +66,7 @@ class Link(Generic[Payload]):
         self._stall_timeout = stall_timeout
         self._is_cancelled = is_cancelled
         self._got = got
-        self._queue: SimpleQueue[tuple[int, Any]] = SimpleQueue()
+        self._queue: waiting.SimpleQueue[tuple[int, Any]] = waiting.SimpleQueue()
         self._arrived: dict[int, Any] = {}
 
     def put(self, microbatch: int, payload: Payload) -> None:

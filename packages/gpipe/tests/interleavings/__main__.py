@@ -1,0 +1,81 @@
+"""Explore the scenarios, print a table, and for each failure the command that repeats it.
+
+    python -m packages.gpipe.tests.interleavings [names] [--most 2000] [--preemptions 2]
+    python -m packages.gpipe.tests.interleavings 1f1b --repeat 0,0,1
+    python -m packages.gpipe.tests.interleavings 1f1b --runs 1000 --depth 3
+
+Each scenario is explored twice: the orders of events, and then the orders with one failure or interrupt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+
+from packages.streams.tests.interleavings.explore import Explored, Program, explore, repeat, sample
+
+from .catalogue import PROGRAMS, SIGNALLED
+from .scenarios import INJECTS, fast, line
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    failed = False
+    print(f"{'scenario':<28} {'what':<9} {'runs':>7} {'failures':>8} {'complete':>8} {'seconds':>8}")
+    with fast():
+        for name in options.names or PROGRAMS:
+            if options.repeat is not None:
+                injects = INJECTS if options.repeat.startswith("f") else ()
+                repeat(PROGRAMS[name], [*map(int, options.repeat.lstrip("f").split(","))], injects=injects)
+                continue
+            for injections in (0,) if name in SIGNALLED else (0, 1):
+                begin = time.monotonic()
+                found = explored(PROGRAMS[name], injections, options)
+                show(name, injections, found, time.monotonic() - begin)
+                failed |= bool(found.failures)
+    return int(failed)
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(prog="interleavings")
+    found.add_argument("names", nargs="*", help="scenarios; all by default")
+    found.add_argument("--most", type=int, default=1000, help="the most runs of a scenario, with and without failures")
+    found.add_argument("--preemptions", type=int, default=2)
+    found.add_argument("--runs", type=int, default=0, help="random priorities instead of all choices")
+    found.add_argument("--depth", type=int, default=3)
+    found.add_argument("--seed", type=int, default=0)
+    found.add_argument("--repeat", help="the choices of a run to repeat")
+    return found
+
+
+def explored(program: Program, injections: int, options: argparse.Namespace) -> Explored:
+    injects = INJECTS if injections else ()
+    if options.runs:
+        return sample(
+            program, runs=options.runs, depth=options.depth, injections=injections, seed=options.seed, injects=injects
+        )
+    return explore(
+        program,
+        preemptions=options.preemptions,
+        injections=injections,
+        most=options.most,
+        seed=options.seed,
+        injects=injects,
+    )
+
+
+def show(name: str, injections: int, found: Explored, seconds: float) -> None:
+    what = "failures" if injections else "orders"
+    print(f"{name:<28} {what:<9} {found.runs:>7} {found.injected:>8} {found.complete:>8} {seconds:>8.1f}")
+    for each in found.failures:
+        assert each.error is not None
+        print(f"  failed; repeat it with: {line(name, each, injections)}")
+        print("".join(traceback.format_exception(each.error))[-6000:])
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

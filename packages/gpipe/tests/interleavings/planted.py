@@ -1,0 +1,234 @@
+# ruff: noqa: E501
+"""Faults of order: a lock removed, a wake-up lost, a check or a flag at the wrong time. The exploration notices them.
+
+    python -m packages.gpipe.tests.interleavings.planted [numbers]
+
+Each fault is planted in the sources of a fresh process, which explores the scenarios that use the line.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import torch  # noqa: F401  # before the forks, which takes seconds
+
+ROOT = Path(__file__).parents[4]
+SECONDS = 120
+
+
+class Fault(NamedTuple):
+    """A change of one module, and the scenarios that should notice it."""
+
+    what: str
+    module: str
+    before: str
+    after: str
+    scenarios: tuple[str, ...]
+
+
+WORKER, SPAWN, CONTEXT = "streams._worker", "streams._spawn", "streams._context"
+WORKERS, RUN, EXCLUSIVE = "gpipe.engine._workers", "gpipe.engine._run", "gpipe.engine._exclusive"
+FAILURES, ACCUMULATE, LINK = "gpipe.engine._failures", "gpipe.engine._accumulate", "gpipe.transport._transport"
+RANDOM, ATTENTION, FORWARD = "gpipe.checkpoint._random", "gpipe.checkpoint._attention", "gpipe.model._forward"
+GENERATORS, POOL, STATE = "gpipe.model._generators", "gpipe.model._pipeline", "gpipe.model._stage_run"
+UPDATES, MINI_BATCH, TIED = "gpipe.engine._updates", "gpipe.engine._mini_batch", "gpipe.engine._tied"
+
+STEP, CALL, TWO = ("1f1b",), ("call",), ("two-callers", "two-callers-call")
+MODEL = ("1f1b-model", "call-model")
+FAILING = ("failure-in-first-stage", "failure-in-last-stage", "two-failures")
+
+FAULTS = [
+    # streams
+    Fault("a worker does not say that it has ended", WORKER, "        out_queue.put((False, None))", "        pass", STEP),
+    Fault("a worker answers twice", WORKER, "out_queue.put(failure or _answer(task))",
+          "answer = failure or _answer(task); out_queue.put(answer); out_queue.put(answer)", STEP),
+    Fault("a worker lets an interrupt or failure of its task end it", WORKER,
+          "    except BaseException as error:\n        return False, _exc_info(error)\n\n\ndef _exc_info",
+          "    except KeyError as error:\n        return False, _exc_info(error)\n\n\ndef _exc_info", ("1f1b", "1f1b-model")),
+    Fault("ended is set before the last task", "streams._exit", "    try:\n        yield\n    finally:\n        ended.set()",
+          "    ended.set()\n    try:\n        yield\n    finally:\n        pass", STEP),
+    Fault("ended is never set", "streams._exit", "        ended.set()\n", "", STEP),
+    Fault("the block does not stop its workers", SPAWN, "        for each in self._workers:\n            each.in_queue.put(None)\n        for",
+          "        for", STEP),
+    Fault("the block stops only the first worker", SPAWN, "        for each in self._workers:\n            each.in_queue.put(None)\n        for",
+          "        for each in self._workers[:1]:\n            each.in_queue.put(None)\n        for", STEP),
+    Fault("a freed block does not stop its workers", SPAWN, "                workers[-1].in_queue.put(None)\n", "", ("freed-between",)),
+    Fault("an interrupted finalizer stops only some workers", SPAWN,
+          "            with suppress(BaseException):\n                workers[-1].in_queue.put(None)\n                workers.pop()",
+          "            workers.pop(0).in_queue.put(None)", ("freed-between",)),
+    Fault("an interrupted exit does not wait for the other workers", SPAWN,
+          "            # After an interrupt, end all workers before raising it.\n            self._end_all()\n            raise",
+          "            raise", STEP),
+    Fault("the exit does not join", SPAWN, "                each.ended.wait()\n                each.thread.join()", "                pass", STEP),
+    # the workers of a pipe
+    Fault("a failed run does not stop the others", WORKERS, "            try:\n                stop()\n            finally:\n                stop()  # again after an interrupt, because workers that wait for each other would never end\n                scope.close()\n            raise",
+          "            scope.close()\n            raise", STEP),
+    Fault("a failed run does not end the workers", WORKERS, "            try:\n                stop()\n            finally:\n                stop()  # again after an interrupt, because workers that wait for each other would never end\n                scope.close()\n            raise",
+          "            stop()\n            self._scope = scope\n            raise", STEP),
+    Fault("workers are ended before they are stopped", WORKERS, "            try:\n                stop()\n            finally:\n                stop()  # again after an interrupt, because workers that wait for each other would never end\n                scope.close()\n            raise",
+          "            scope.close()\n            stop()\n            raise", STEP),
+    Fault("only the first answer is taken after a failure", WORKERS, "results = [_result(queue.get()) for queue in out_queues]",
+          "results = [_result(queue.get()) for queue in out_queues[:1]]", ("1f1b", "two-callers")),
+    Fault("close forgets the workers", WORKERS, "        if scope is not None and self._process == os.getpid():\n            scope.close()", "        pass", STEP),
+    # failures
+    Fault("failures are not recorded", RUN, "            failures.add(step, self._explained(error, step))\n", "", STEP),
+    Fault("readers are woken before the failure is recorded", RUN,
+          "            failures.add(step, self._explained(error, step))\n            self._transport.cancel()",
+          "            self._transport.cancel()\n            failures.add(step, self._explained(error, step))",
+          FAILING),
+    Fault("readers are not woken", RUN, "            failures.add(step, self._explained(error, step))\n            self._transport.cancel()",
+          "            failures.add(step, self._explained(error, step))", STEP),
+    Fault("a stop does not wake readers", RUN, "        self.state.failures.stop()\n        self._transport.cancel()",
+          "        self.state.failures.stop()", STEP),
+    Fault("a stop wakes readers and is recorded later", RUN, "        self.state.failures.stop()\n        self._transport.cancel()",
+          "        self._transport.cancel()\n        self.state.failures.stop()", ("signal-in-last-stage", "signal-in-first-stage")),
+    Fault("a stop is not recorded", RUN, "        self.state.failures.stop()\n        self._transport.cancel()",
+          "        self._transport.cancel()", STEP),
+    Fault("the step after a failure is taken", FAILURES, "return self.earliest is not None and self._when(step) > self.earliest",
+          "return False", STEP),
+    Fault("a later failure hides an earlier one", FAILURES,
+          "            self.earliest = when if self.earliest is None else min(self.earliest, when)\n\n    def hear",
+          "            self.earliest = when\n\n    def hear", ("two-failures", "two-failures-3-stages")),
+    Fault("the failure that arrives last is raised", FAILURES, "raise min(errors, key=lambda pair: pair[0])[1]", "raise errors[-1][1]",
+          ("two-failures",)),
+    Fault("a cancelled reader does not wake the next one", LINK, "                self.cancel()  # for later readers\n", "",
+          (*FAILING, "1f1b-3-stages")),
+    Fault("only gradients are cancelled", LINK, "        self.values.cancel()\n", "", STEP),
+    Fault("only values are cancelled", LINK, "        self.gradients.cancel()\n", "", STEP),
+    Fault("a reader does not ask whether its payload will arrive", LINK, "            elif self._is_cancelled():", "            elif True:",
+          FAILING),
+    # one run at a time
+    Fault("several threads may run a pipe", EXCLUSIVE, "with waiting_for(self), self._lock:", "with waiting_for(self):", TWO),
+    Fault("parameters are not claimed", MINI_BATCH, "    run = Run(pipeline, spec)\n    pipeline.section.claim(run.parameters)\n", "    run = Run(pipeline, spec)\n", ("shared-parameters",)),
+    Fault("parameters are claimed after the check", EXCLUSIVE, "            _claimed[self] = parameters\n", "            pass\n",
+          ("shared-parameters",)),
+    Fault("the claim is not given back", EXCLUSIVE, "                _claimed.pop(self, None)\n", "", STEP),
+    Fault("waits for each other are not noticed", EXCLUSIVE, "            _expect_no_cycle(wanted, {*mine})\n", "", ("each-other",)),
+    Fault("a wait is recorded after the check of both", EXCLUSIVE, "            _waits[get_ident()] = mine, wanted\n", "", ("each-other",)),
+    Fault("the lock of the generators is not among the waits", GENERATORS, "holding(_GENERATORS, _lock)", "_lock", ("pipe-in-a-block",)),
+    Fault("close does not wait for a run", "gpipe._gpipe", "        with self._workers.section.entered():\n            self._workers.close()",
+          "        self._workers.close()", ("closed-during-a-step",)),
+    # gradients and random numbers
+    Fault("copies of tied weights are not summed", RUN, "return add_to({}, self._tied.joined(gradients) if self._tied.shares else gradients)",
+          "return add_to({}, gradients)", ("1f1b-tied",)),
+    Fault("the seed is drawn without a lock", RANDOM, "        with self._lock:\n            # Not", "        if True:\n            # Not",
+          ("two-seeds",)),
+    Fault("the lock of the seeds is shared by all runs", RANDOM, "        self._lock = waiting.Lock()", "        self._lock = process_lock_of_runs",
+          ("nested-seeds",)),
+    Fault("Python's generator has one state for all", GENERATORS, "held.enter_context(holding(_GENERATORS, _lock))", "pass",
+          ("1f1b-model-noise",)),
+    # attention
+    Fault("attentions do not wait for other choices", ATTENTION, "            while self._running and self._now != kernels:\n                self._changed.wait()\n",
+          "", ("attentions",)),
+    Fault("the end of an attention wakes nobody", ATTENTION, "                self._changed.notify_all()\n", "                pass\n", ("attentions",)),
+    Fault("an attention checks only once", ATTENTION, "            while self._running and self._now", "            if self._running and self._now",
+          ("attentions",)),
+    Fault("an interrupted attention does not end its turn", ATTENTION,
+          "            finally:  # again after an interrupt, because other choices would otherwise wait forever\n                self._end(turn)",
+          "            finally:\n                pass", ("attentions",)),
+    # the forward of a model
+    Fault("the forward does not say that it has stopped", FORWARD, "        self._stopped.release()\n        self._go.acquire()",
+          "        self._go.acquire()", MODEL),
+    Fault("the worker does not wait for the forward", FORWARD, "            self._go.release()\n            self._stopped.acquire()\n            self._work, ",
+          "            self._go.release()\n            self._work, ", MODEL),
+    Fault("the forward does not wait for its turn", FORWARD, "        self._stopped.release()\n        self._go.acquire()",
+          "        self._stopped.release()", MODEL),
+    Fault("is over is set after the worker was woken", FORWARD, "            self._is_over = True\n            self._stopped.release()",
+          "            self._stopped.release()\n            self._is_over = True", MODEL),
+    Fault("a forward that failed does not say so", FORWARD, "            self._is_over = True\n            self._stopped.release()",
+          "            self._is_over = True", MODEL),
+    Fault("an abandoned forward is not woken", FORWARD, "            self._is_abandoned = True\n            self._go.release()\n            self._stopped.acquire()",
+          "            self._is_abandoned = True", MODEL),
+    Fault("the threads of forwards do not end", POOL, "            self._ending.shutdown()\n", "            _kept.append(self._ending)\n", MODEL),
+    Fault("an interrupted close forgets its threads", POOL,
+          "        if self._pool is not None:\n            self._ending, self._pool = self._pool, None\n        if self._ending is not None and self._process == os.getpid():\n            self._ending.shutdown()\n        self._ending = None",
+          "        pool, self._pool = self._pool, None\n        if pool is not None:\n            pool.shutdown()", MODEL),
+]  # fmt: skip
+EXTRA = {POOL: "\n_kept = []\n", RANDOM: "\nprocess_lock_of_runs = waiting.Lock()\n"}
+
+
+def planted_source(fault: Fault) -> tuple[Path, str]:
+    package = fault.module.partition(".")[0]
+    path = ROOT / "packages" / package / "src" / Path(*fault.module.split(".")).with_suffix(".py")
+    text = path.read_text()
+    assert text.count(fault.before) == 1, f"{fault.what}: {text.count(fault.before)} places"
+    return path, text.replace(fault.before, fault.after) + EXTRA.get(fault.module, "")
+
+
+def notice(fault: Fault, most: int = 120) -> tuple[bool, str]:
+    """Whether the exploration notices a fault, and the last line that it prints.
+
+    It runs in a fork of this process, which has imported torch but none of our packages.
+    """
+    path, source = planted_source(fault)
+    assert "gpipe" not in sys.modules
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.dup2(write, 1)
+        os.dup2(write, 2)
+        os.setpgid(0, 0)
+        sys.meta_path.insert(0, _Planted(fault.module, path, source))
+        status = 1
+        try:
+            explorer = importlib.import_module("packages.gpipe.tests.interleavings.__main__")
+            status = explorer.main([*fault.scenarios, "--most", str(most)])
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+    os.close(write)
+    timer = threading.Timer(SECONDS, lambda: os.kill(child, signal.SIGKILL))
+    timer.start()
+    with os.fdopen(read, errors="replace") as output:
+        text = output.read()
+    _, status = os.waitpid(child, 0)
+    timer.cancel()
+    lines = [each for each in text.splitlines() if each and not each.startswith(" ")]
+    errors = [each for each in lines if "Error" in each or "Interrupt" in each]
+    return status != 0, (errors or lines or ["hangs"])[-1]
+
+
+class _Planted(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports one module from a changed source."""
+
+    def __init__(self, module: str, path: Path, source: str) -> None:
+        self._module, self._path, self._source = module, path, source
+
+    def find_spec(self, name: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
+        if name != self._module:
+            return None
+        return importlib.util.spec_from_file_location(name, self._path, loader=self)
+
+    def exec_module(self, module: ModuleType) -> None:
+        exec(compile(self._source, str(self._path), "exec"), vars(module))
+
+
+def main(arguments: Sequence[str]) -> int:
+    chosen = [FAULTS[int(each)] for each in arguments] or FAULTS
+    noticed = 0
+    for fault in chosen:
+        begin = time.monotonic()
+        found, why = notice(fault)
+        noticed += found
+        mark = "noticed" if found else "MISSED "
+        print(f"{mark} {time.monotonic() - begin:6.1f} s  {fault.what}: {why[:90]}", flush=True)
+    print(f"{noticed} of {len(chosen)} noticed")
+    return 0 if noticed >= 0.95 * len(chosen) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,230 @@
+"""A pipe, a step in any order of events, perhaps with a failure, and everything that must be true afterwards."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from packages.streams.tests.interleavings.explore import Interleaving
+from packages.streams.tests.interleavings.objects import Lock, RLock, active
+from packages.streams.tests.interleavings.scheduler import FAIL, INTERRUPT, InjectedError
+from torch import Tensor, nn
+
+import gpipe
+from gpipe import GPipe
+from gpipe._current import current
+from gpipe._torch import is_intercepting
+from gpipe.checkpoint import _operations
+from gpipe.engine import _exclusive
+
+from ..layers import assert_same, linear, on_backward, rows, squares, trained
+
+INJECTS = (FAIL, INTERRUPT)
+"""A failure at a point of a layer, and KeyboardInterrupt in the main thread."""
+
+
+class Point(nn.Module):
+    """The identity. In its forward and its backward, threads may be switched, and a failure may be injected.
+
+    Args:
+        backward: False so that the backward can be split into inputs and weights.
+    """
+
+    def __init__(self, name: str, *, backward: bool = True) -> None:
+        super().__init__()
+        self.name, self.backward = name, backward
+
+    def forward(self, x: Tensor) -> Tensor:
+        point(f"forward of {self.name}")
+        return on_backward(x, lambda: point(f"backward of {self.name}")) if self.backward else x
+
+
+def point(name: str) -> None:
+    if active and active[-1].controls_this_thread():
+        active[-1].step(name, fails=True)
+
+
+class Scenario(NamedTuple):
+    """A program that trains a pipe for one step in any order, checks the pipe, and trains a second step.
+
+    Attributes:
+        model: creates the model; equal in each call.
+        schedule: the schedule of ``step``; None for a call and its backward; "evaluate" for an evaluation.
+        options: the arguments of the pipe.
+        threads: whether the pipe has threads; else it is inline.
+        loss_fn: the loss of a step.
+        count: the number of rows.
+        draws: whether layers draw random numbers; then a step is compared with one of an inline pipe.
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    balance: tuple[int, ...]
+    schedule: str | None
+    options: dict[str, Any]
+    inline: bool = False
+    loss_fn: Callable[..., Any] = squares
+    count: int = 4
+    draws: bool = False
+
+    def __call__(self) -> None:
+        model, expected = plain(self.model, self.schedule, self.loss_fn, self.count)
+        if self.draws:
+            expected = self.drawn()
+        with certain():
+            pipe = GPipe(copy.deepcopy(model), list(self.balance), **self.pipe_options())
+        calls: list[Tensor] = []
+        first = next(iter(pipe.parameters()))
+        first.register_hook(calls.append)
+        failure = None
+        try:
+            self.train(pipe)
+        except (InjectedError, KeyboardInterrupt) as error:
+            failure = type(error)
+        expect_nothing_left(pipe)
+        if failure is None or self.schedule is not None:  # else as after a failed backward of a plain model
+            expect_gradients(pipe, expected, failed=failure is not None)
+        assert list((first._backward_hooks or {}).values()) == [calls.append], "a hook is lost"
+        calls.clear()
+        pipe.zero_grad()
+        with certain():
+            self.train(pipe)
+        assert len(calls) == (self.schedule != "evaluate"), f"{len(calls)} calls of a hook in the second step"
+        expect_gradients(pipe, expected, failed=False)
+        expect_nothing_left(pipe)
+        if not self.inline:
+            close(pipe)
+            assert_no_threads()
+
+    def pipe_options(self) -> dict[str, Any]:
+        return {"devices": ["cpu"] * len(self.balance), "chunks": 2, "checkpoint": "never", **self.options}
+
+    def drawn(self) -> dict[str, Tensor | None]:
+        """The gradients of a step of an inline pipe."""
+        model, _ = plain(self.model, self.schedule, self.loss_fn, self.count)
+        with certain():
+            pipe = GPipe(copy.deepcopy(model), list(self.balance), **self.pipe_options())
+            self._replace(inline=True).train(pipe)
+        return {name: parameter.grad for name, parameter in pipe.named_parameters()}
+
+    def train(self, pipe: GPipe) -> None:
+        torch.manual_seed(7)
+        random.seed(7)
+        with gpipe.inline() if self.inline else nullcontext():
+            if self.schedule == "evaluate":
+                pipe.evaluate(rows(self.count), loss_fn=self.loss_fn)
+            else:
+                trained(pipe, rows(self.count), self.schedule, self.loss_fn)
+
+
+def close(pipe: GPipe) -> None:
+    """Close ``pipe``, again after an interrupt."""
+    try:
+        pipe.close()
+    except KeyboardInterrupt:
+        with certain():
+            pipe.close()
+
+
+@contextmanager
+def certain() -> Iterator[None]:
+    """Inject nothing inside a ``with`` block, and let threads go on in the default order."""
+    if not active:
+        yield
+        return
+    with patch.object(active[-1], "_injects", frozenset()), patch.object(active[-1], "_chooser", _Default()):
+        yield
+
+
+class _Default:
+    def choose(self, options: Any, step: int) -> int:
+        return 0
+
+
+@cache
+def plain(
+    model: Callable[[], nn.Module], schedule: str | None, loss_fn: Callable[..., Any], count: int
+) -> tuple[nn.Module, dict[str, Tensor | None]]:
+    """A model, without gradients, and the gradients of a step of it."""
+    found = model()
+    if schedule != "evaluate":
+        trained(found, rows(count), None, loss_fn)
+    expected = {name: parameter.grad for name, parameter in found.named_parameters()}
+    found.zero_grad()
+    return found, expected
+
+
+def expect_gradients(pipe: nn.Module, expected: dict[str, Tensor | None], *, failed: bool) -> None:
+    """After a failure there are no gradients, or, if the interrupt came late, all of them."""
+    actual = {name: parameter.grad for name, parameter in pipe.named_parameters()}
+    if failed and all(gradient is None for gradient in actual.values()):
+        return
+    assert actual.keys() == expected.keys(), (actual.keys(), expected.keys())
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+def expect_nothing_left(pipe: GPipe) -> None:
+    """No lock is held, no state of this thread is changed, and no tensor of the pipe has a guard or hook of a run."""
+    assert torch.is_grad_enabled()
+    assert not torch.is_inference_mode_enabled()
+    assert not is_intercepting()
+    assert current.work.step is None
+    assert _exclusive._inside.holds == _exclusive._inside.serves == ()
+    assert not _exclusive._claimed
+    held = [lock for lock in locks() if lock.is_held()]
+    assert not held, f"{len(held)} locks are still held"
+    for module in pipe.modules():
+        assert not any(type(value).__name__ == "_Interception" for value in vars(module).values())
+
+
+def locks() -> list[Any]:
+    return [each for each in active[-1].objects if isinstance(each, (Lock, RLock))] if active else []
+
+
+def assert_no_threads() -> None:
+    left = [task.name for task in active[-1].tasks[1:] if not task.is_done] if active else []
+    assert not left, f"threads are left after close(): {left}"
+
+
+@contextmanager
+def fast() -> Iterator[None]:
+    """List the operations of torch once instead of for each pipe."""
+    with patch.object(_operations._torch, "operation_names", lru_cache(_operations._torch.operation_names)):
+        yield
+
+
+def line(name: str, found: Interleaving, injections: int) -> str:
+    """The command that repeats a run."""
+    indices = [*found.indices]
+    while len(indices) > 1 and not indices[-1]:
+        indices.pop()  # the default
+    kind = "f" if injections else ""
+    return f"python -m packages.gpipe.tests.interleavings {name} --repeat {kind}{','.join(map(str, indices))}"
+
+
+def model_of(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
+    """A function that creates a model, the same in every call."""
+
+    def create() -> nn.Sequential:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return nn.Sequential(*(layer() for layer in layers))
+
+    return create
+
+
+def points(stages: int, *, backward: bool = True) -> Callable[[], nn.Sequential]:
+    """For each stage a linear layer and a point."""
+    layers: list[Callable[[], nn.Module]] = []
+    for j in range(stages):
+        layers += [linear, lambda j=j: Point(f"stage {j}", backward=backward)]  # type: ignore[misc]
+    return model_of(*layers)
+
+
+__all__ = ["Point", "Scenario", "assert_same"]

@@ -1,0 +1,427 @@
+"""Programs with several callers or several pipes, and pipes that are closed or freed by other threads."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+from packages.streams.tests.interleavings.objects import active
+from packages.streams.tests.interleavings.scheduler import InjectedError
+from torch import Tensor, nn
+
+from gpipe import GPipe
+from gpipe._current import doing
+from gpipe._torch import attention_settings
+from gpipe.checkpoint import _attention
+from gpipe.checkpoint._random import CellRNG, RunRNG
+from streams import waiting
+
+from ..layers import Row, linear, rows, squares, trained
+from .scenarios import (
+    assert_no_threads,
+    certain,
+    close,
+    expect_gradients,
+    expect_nothing_left,
+    model_of,
+    plain,
+    point,
+    points,
+)
+
+
+def together(*works: Callable[[], Any]) -> list[Any]:
+    """Run works in this thread and others; return what each returns or raises."""
+    outcomes: list[Any] = [None] * len(works)
+
+    def run(k: int) -> None:
+        try:
+            outcomes[k] = works[k]()
+        except (Exception, KeyboardInterrupt) as error:
+            outcomes[k] = error
+
+    threads = [waiting.Thread(target=run, args=[k]) for k in range(1, len(works))]
+    for thread in threads:
+        with suppress(KeyboardInterrupt):  # it is started before it can be interrupted
+            thread.start()
+    run(0)
+    for thread in threads:
+        while True:
+            try:
+                thread.join()
+                break
+            except KeyboardInterrupt:
+                pass
+    return outcomes
+
+
+def new_pipe(model: nn.Module, balance: tuple[int, ...] = (2, 2), **options: Any) -> GPipe:
+    defaults = {"devices": ["cpu"] * len(balance), "chunks": 2, "checkpoint": "never"}
+    with certain():
+        return GPipe(model, list(balance), **{**defaults, **options})
+
+
+def expect_right(*pipes: GPipe, model: Callable[[], nn.Module], schedule: str | None) -> None:
+    """The next step of each pipe has the gradients of the plain model."""
+    _, expected = plain(model, None, squares, 4)
+    for pipe in pipes:
+        pipe.zero_grad()
+        with certain():
+            trained(pipe, rows(4), schedule)
+        expect_gradients(pipe, expected, failed=False)
+    expect_nothing_left(pipes[0])
+    for pipe in pipes:
+        close(pipe)
+    assert_no_threads()
+
+
+def expect_injected(outcomes: list[Any]) -> int:
+    """How many failed; any other error is raised."""
+    failed = [each for each in outcomes if isinstance(each, BaseException)]
+    for each in failed:
+        if not isinstance(each, (InjectedError, KeyboardInterrupt)):
+            raise each
+    return len(failed)
+
+
+def two_callers(schedule: str | None, other: str | None) -> None:
+    """Two threads train the same pipe. Gradients of both are added."""
+    create = points(2)
+    model, expected = plain(create_2, None, squares, 4)
+    del create
+    pipe = new_pipe(copy.deepcopy(model))
+    outcomes = together(
+        lambda: trained(pipe, rows(4), schedule) and None, lambda: trained(pipe, rows(4), other) and None
+    )
+    if not expect_injected(outcomes):
+        twice = {name: None if each is None else 2 * each for name, each in expected.items()}
+        expect_gradients(pipe, twice, failed=False)
+    expect_nothing_left(pipe)
+    expect_right(pipe, model=create_2, schedule=schedule)
+
+
+create_2 = points(2)
+create_4 = points(4)
+
+
+def two_pipes(schedule: str | None) -> None:
+    """Two threads train two pipes with different models."""
+    model, expected = plain(create_2, None, squares, 4)
+    pipes = [new_pipe(copy.deepcopy(model)) for _ in range(2)]
+    outcomes = together(*(lambda pipe=pipe: trained(pipe, rows(4), schedule) and None for pipe in pipes))
+    for pipe, outcome in zip(pipes, outcomes, strict=True):
+        failed = expect_injected([outcome]) > 0
+        if not failed or schedule is not None:  # else as after a failed backward of a plain model
+            expect_gradients(pipe, expected, failed=failed)
+    expect_nothing_left(pipes[0])
+    expect_right(*pipes, model=create_2, schedule=schedule)
+
+
+def shared_parameters() -> None:
+    """Two threads train two pipes of the same layers: the second one waits for nothing, and may be refused."""
+    model, expected = plain(create_2, None, squares, 4)
+    layers = copy.deepcopy(model)
+    pipes = [new_pipe(nn.Sequential(*layers)) for _ in range(2)]
+    outcomes = together(*(lambda pipe=pipe: trained(pipe, rows(4), "1f1b") and None for pipe in pipes))
+    refused = [each for each in outcomes if "another thread is training another pipe" in str(each)]
+    assert len(refused) < 2, "both are refused"
+    others = [each for each in outcomes if each not in refused]
+    if not expect_injected(others):
+        factor = len(others)
+        expect_gradients(pipes[0], {k: None if g is None else factor * g for k, g in expected.items()}, failed=False)
+    expect_right(*pipes, model=create_2, schedule="1f1b")
+
+
+class Around(nn.Module):
+    """A layer that calls a pipe, or any other module, that is not its submodule."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = [inner]
+
+    def forward(self, x: Tensor) -> Tensor:
+        point("before the inner pipe")
+        found: Tensor = self.inner[0](x)
+        return found
+
+
+def nested() -> None:
+    """A layer calls a pipe."""
+    model, _ = plain(create_2, None, squares, 4)
+    inner = new_pipe(copy.deepcopy(model))
+    outer = new_pipe(nn.Sequential(linear(), linear(), Around(inner), linear()))
+    outcomes = together(lambda: trained(outer, rows(4), "1f1b") and None)
+    expect_injected(outcomes)
+    close(outer)
+    expect_nothing_left(outer)
+    expect_right(inner, model=create_2, schedule="1f1b")
+
+
+def nested_and_inner() -> None:
+    """A thread trains a pipe with a layer that calls a pipe, which another thread trains."""
+    model, _ = plain(create_2, None, squares, 4)
+    inner = new_pipe(copy.deepcopy(model))
+    outer = new_pipe(nn.Sequential(linear(), linear(), Around(inner), linear()))
+    outcomes = together(lambda: trained(outer, rows(4), None) and None, lambda: trained(inner, rows(4), None) and None)
+    refused = [each for each in outcomes if isinstance(each, RuntimeError)]
+    for each in refused:
+        assert "another thread is training" in str(each), each
+    expect_injected([each for each in outcomes if each not in refused])
+    close(outer)
+    expect_nothing_left(outer)
+    expect_right(inner, model=create_2, schedule="1f1b")
+
+
+def each_other() -> None:
+    """Two threads run two pipes, whose layers call the other pipe: one of them has to raise instead of waiting."""
+    first, second = Around(None), Around(None)
+    pipes = [new_pipe(nn.Sequential(linear(), linear(), each, linear())) for each in (first, second)]
+    calls = [0, 0]
+
+    def once(k: int) -> Any:
+        def call(x: Tensor) -> Tensor:
+            calls[k] += 1
+            with torch.no_grad():
+                return pipes[1 - k](x) if calls[k] < 2 else x
+
+        return call
+
+    first.inner[0], second.inner[0] = once(0), once(1)
+    with torch.no_grad():
+        pass
+    outcomes = together(*(lambda pipe=pipe: evaluate(pipe) for pipe in pipes))
+    errors = [each for each in outcomes if isinstance(each, BaseException)]
+    expect_injected([each for each in errors if "would wait for" not in str(each)])
+    for pipe in pipes:
+        close(pipe)
+    assert_no_threads()
+
+
+def pipe_in_a_block() -> None:
+    """A block of a model calls a pipe, while no other block may draw, and another thread runs that pipe."""
+    options = {"blocks": ["layers.0", "layers.1"]}
+    inner = new_pipe(Row(linear(), linear()), (1, 1), **options)
+    outer = new_pipe(Row(linear(), Around(inner)), (1, 1), **options)
+    outcomes = together(lambda: evaluate(outer), lambda: evaluate(inner))
+    errors = [each for each in outcomes if isinstance(each, BaseException)]
+    expect_injected([each for each in errors if "would wait for" not in str(each)])
+    for pipe in (outer, inner):
+        close(pipe)
+    assert_no_threads()
+
+
+def evaluate(pipe: GPipe) -> None:
+    with torch.no_grad():
+        pipe(rows(4))
+
+
+def closed_during_a_step() -> None:
+    """A thread closes a pipe while another one trains it."""
+    model, expected = plain(create_2, None, squares, 4)
+    pipe = new_pipe(copy.deepcopy(model))
+    outcomes = together(lambda: trained(pipe, rows(4), "1f1b") and None, pipe.close)
+    failed = expect_injected(outcomes)
+    expect_gradients(pipe, expected, failed=failed > 0)
+    expect_nothing_left(pipe)
+    expect_right(pipe, model=create_2, schedule="1f1b")
+
+
+def freed_between_forward_and_backward() -> None:
+    """The pipe is freed while its output lives on; its threads end by themselves."""
+    model, expected = plain(create_2, None, squares, 4)
+    own = copy.deepcopy(model)
+    pipe = new_pipe(own)
+    parameters = dict(pipe.named_parameters())
+    x = rows(4)
+    try:
+        output = pipe(x)
+        del pipe
+        squares(output).backward()
+        del output
+        actual = {name: parameter.grad for name, parameter in parameters.items()}
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+    except (InjectedError, KeyboardInterrupt) as error:
+        error.__traceback__ = None
+    gc.collect(0)
+
+
+def dropped_by_another_thread() -> None:
+    """The last reference to a pipe is dropped by a thread that has never used it, while another pipe trains."""
+    model, expected = plain(create_2, None, squares, 4)
+    dropped = [new_pipe(copy.deepcopy(model))]
+    with certain():
+        trained(dropped[0], rows(4), "1f1b")
+    pipe = new_pipe(copy.deepcopy(model))
+    outcomes = together(lambda: trained(pipe, rows(4), "1f1b") and None, dropped.clear)
+    expect_gradients(pipe, expected, failed=expect_injected(outcomes) > 0)
+    expect_right(pipe, model=create_2, schedule="1f1b")
+
+
+class Draws(nn.Module):
+    """Draws from torch's generator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand_like(x)
+
+
+class DrawsLater(Draws):
+    """Draws from the second micro-batch on."""
+
+    is_later = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.is_later, is_later = True, self.is_later
+        return super().forward(x) if is_later else x * 1
+
+
+noisy = model_of(linear, Draws, linear, Draws)
+
+
+def nested_draws() -> None:
+    """A layer of the last stage calls a pipe whose layers draw, while the first stage draws for the first time."""
+    inner = new_pipe(noisy(), devices=[torch.device("cpu", 0)] * 2)
+    outer = new_pipe(nn.Sequential(linear(), DrawsLater(), Around(inner), linear()))
+    torch.manual_seed(7)
+    random.seed(7)
+    expect_injected(together(lambda: trained(outer, rows(4), None) and None))
+    close(inner)
+    close(outer)
+    assert_no_threads()
+
+
+def seeds_of_nested_runs() -> None:
+    """A nested run takes its seed from a cell of the outer run, while another stage of the outer run draws, too."""
+    outer = RunRNG()
+    first, last = CellRNG(outer, 1, 0, torch.device("cpu")), CellRNG(outer, 0, 1, torch.device("cpu"))
+    with doing(rng=last):
+        inner = RunRNG()
+    outcomes = together(lambda: inner.seed, lambda: int(torch.randint(2**30, (), generator=first.draw())))
+    assert not [each for each in outcomes if isinstance(each, BaseException)], outcomes
+
+
+def seeds_of_two_stages() -> None:
+    """Two stages draw for the first time at once, but a run takes only one number from the generator."""
+    torch.manual_seed(7)
+    run = RunRNG()
+    first, second = together(lambda: run.seed, lambda: run.seed)
+    assert first == second
+    assert run.seed == first
+
+
+def attentions() -> None:
+    """Threads that choose different kernels take turns; each computes with its own choice."""
+    of_process = attention_settings()
+    choices = [(not of_process[0], *of_process[1:]), of_process, (not of_process[0], *of_process[1:])]
+
+    def attend(kernels: Any) -> None:
+        for _ in range(2):
+            with _attention._turns.of(kernels):
+                point("inside of an attention")
+                assert attention_settings() == kernels
+
+    outcomes = together(*(partial(attend, kernels) for kernels in choices))
+    expect_injected(outcomes)
+    assert attention_settings() == of_process
+
+
+class Fails(nn.Module):
+    """Fails in the forward of one micro-batch."""
+
+    def __init__(self, microbatch: int) -> None:
+        super().__init__()
+        self.microbatch, self.calls = microbatch, -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        point("before a failure")
+        if self.calls == self.microbatch:
+            raise ValueError(f"micro-batch {self.microbatch}")
+        return x * 1
+
+
+def two_failures(stages: int) -> None:
+    """Two layers fail. The error is the one that is first in the schedule, whichever happens first."""
+    layers = [linear(), Fails(stages), *(linear() for _ in range(stages - 2)), linear(), Fails(0)]
+    pipe = new_pipe(nn.Sequential(*layers), (2, *[1] * (stages - 2), 2), chunks=stages + 1)
+    (outcome,) = together(lambda: trained(pipe, rows(4), "fill_drain") and None)
+    if not isinstance(outcome, (InjectedError, KeyboardInterrupt)):
+        assert str(outcome) == "micro-batch 0", outcome
+    expect_nothing_left(pipe)
+    close(pipe)
+    assert_no_threads()
+
+
+class Signals(nn.Module):
+    """Interrupts the main thread in its first forward."""
+
+    is_on = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_on and active and active[-1].controls_this_thread():
+            self.is_on = False
+            active[-1].interrupt_main()
+            point("after a signal")
+        return x * 1
+
+
+def interrupted(stage: int, schedule: str) -> None:
+    """A signal interrupts the caller while it waits for the stages."""
+    model, expected = plain(create_2, None, squares, 4)
+    layers = [*copy.deepcopy(model)]
+    layers[2 * stage + 1] = signals = Signals()
+    pipe = new_pipe(nn.Sequential(*layers))
+    (outcome,) = together(lambda: trained(pipe, rows(4), schedule) and None)
+    assert isinstance(outcome, (InjectedError, KeyboardInterrupt)), outcome
+    signals.is_on = False  # a step that failed may not have reached it
+    expect_nothing_left(pipe)
+    expect_gradients(pipe, expected, failed=True)
+    expect_right(pipe, model=create_2, schedule=schedule)
+
+
+def one_failure(stage: int, microbatch: int) -> None:
+    """A layer of a small pipe fails; other stages wait for its outputs or gradients."""
+    model, expected = plain(create_2, None, squares, 4)
+    layers = [*copy.deepcopy(model)]
+    layers[2 * stage + 1] = fails = Fails(microbatch)
+    pipe = new_pipe(nn.Sequential(*layers))
+    (outcome,) = together(lambda: trained(pipe, rows(4), "1f1b") and None)
+    if not isinstance(outcome, (InjectedError, KeyboardInterrupt)):
+        assert str(outcome) == f"micro-batch {microbatch}", outcome
+    fails.microbatch = -1  # an interrupted step may not have reached it
+    fails.calls = 0
+    expect_nothing_left(pipe)
+    expect_gradients(pipe, expected, failed=True)
+    expect_right(pipe, model=create_2, schedule="1f1b")
+
+
+SEVERAL: dict[str, Callable[[], None]] = {
+    "two-callers": lambda: two_callers("1f1b", "1f1b"),
+    "two-callers-call": lambda: two_callers(None, None),
+    "two-callers-mixed": lambda: two_callers("1f1b", None),
+    "two-pipes": lambda: two_pipes("1f1b"),
+    "two-pipes-call": lambda: two_pipes(None),
+    "shared-parameters": shared_parameters,
+    "nested": nested,
+    "nested-and-inner": nested_and_inner,
+    "nested-draws": nested_draws,
+    "nested-seeds": seeds_of_nested_runs,
+    "two-seeds": seeds_of_two_stages,
+    "attentions": attentions,
+    "two-failures": lambda: two_failures(2),
+    "two-failures-3-stages": lambda: two_failures(3),
+    "signal-in-first-stage": lambda: interrupted(0, "1f1b"),
+    "signal-in-last-stage": lambda: interrupted(1, "1f1b"),
+    "failure-in-first-stage": lambda: one_failure(0, 1),
+    "failure-in-last-stage": lambda: one_failure(1, 0),
+    "each-other": each_other,
+    "pipe-in-a-block": pipe_in_a_block,
+    "closed-during-a-step": closed_during_a_step,
+    "freed-between": freed_between_forward_and_backward,
+    "dropped-by-another-thread": dropped_by_another_thread,
+}

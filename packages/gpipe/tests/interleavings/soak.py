@@ -1,0 +1,127 @@
+"""Steps that succeed, fail or are interrupted, of pipes that are made, closed and dropped: nothing accumulates.
+
+    python -m packages.gpipe.tests.interleavings.soak [--steps 20000]
+
+Signals interrupt real waits here: a timer sends SIGINT to this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import random
+import resource
+import signal
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from gpipe import GPipe
+
+from ..layers import Layer, Row, linear, rows, trained
+from .scenarios import model_of
+
+SCHEDULES = (None, "fill_drain", "1f1b", "zero_bubble")
+MODES = ("never", "except_last", "always")
+
+
+def new_pipe(rng: random.Random) -> GPipe:
+    create = model_of(linear, lambda: Layer(may_fail), linear, lambda: Layer(may_fail))
+    mode, chunks = rng.choice(MODES), rng.randint(1, 4)
+    if rng.random() < 0.3:
+        names = [f"layers.{k}" for k in range(4)]
+        return GPipe(Row(*create()), [2, 2], devices=["cpu"] * 2, chunks=chunks, checkpoint=mode, blocks=names)
+    return GPipe(create(), [2, 2], devices=["cpu"] * 2, chunks=chunks, checkpoint=mode)
+
+
+fails = [False]
+
+
+def may_fail(_: Any, x: torch.Tensor) -> torch.Tensor:
+    if fails[0]:
+        raise ValueError("a layer fails")
+    return x * 1
+
+
+@contextmanager
+def interrupted_after(seconds: float) -> Iterator[None]:
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def step(pipe: GPipe, rng: random.Random, schedule: str | None) -> str:
+    """One step, and how it ended."""
+    kind = rng.choice(("right", "right", "fails", "interrupted"))
+    fails[0] = kind == "fails"
+    try:
+        with suppress(KeyboardInterrupt), interrupted_after(rng.uniform(0.0001, 0.02) if kind == "interrupted" else 0):
+            trained(pipe, rows(rng.randint(4, 8)), schedule)
+    except ValueError as error:
+        if kind != "fails":
+            raise
+        error.__traceback__ = None
+    finally:
+        fails[0] = False
+    return kind
+
+
+def counts() -> tuple[int, int, float]:
+    """Threads, open files, and the peak of memory in MiB."""
+    gc.collect()
+    return (
+        threading.active_count(),
+        len(os.listdir("/proc/self/fd")),
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    )
+
+
+def soak(steps: int, seed: int = 0) -> None:
+    rng = random.Random(seed)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    pipe, times, kinds, seen = new_pipe(rng), [], dict[str, int](), []
+    try:
+        for number in range(steps):
+            begin = time.perf_counter()
+            kind = step(pipe, rng, rng.choice(SCHEDULES))
+            kinds[kind] = kinds.get(kind, 0) + 1
+            if kind == "right":
+                times.append(time.perf_counter() - begin)
+            pipe.zero_grad()
+            if rng.random() < 0.02:
+                if rng.random() < 0.5:
+                    pipe.close()
+                pipe = new_pipe(rng)
+            if number % max(1, steps // 10) == 0:
+                seen.append(counts())
+                print(f"{number:>7} steps: %d threads, %d files, at most %.0f MiB" % seen[-1], flush=True)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        pipe.close()
+    seen.append(counts())
+    print(f"{steps} steps, {kinds}; the median takes {statistics.median(times) * 1e3:.1f} ms, the slowest")
+    print(f"{max(times) * 1e3:.1f} ms; in the end %d threads, %d files, at most %.0f MiB" % seen[-1])
+    assert seen[-1][0] <= seen[0][0], "threads are left"
+    assert seen[-1][1] <= seen[0][1] + 2, "files are left open"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="soak")
+    parser.add_argument("--steps", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    soak(options.steps, options.seed)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""KeyboardInterrupt wherever the interpreter may raise one, in the files under test.
+
+The interpreter looks for signals after a call, when a function or generator goes on, and at the end of a loop's body,
+but not between other instructions. In particular, nothing can be raised between the body of ``with lock:`` and the
+release of the lock, or between the acquisition and the body. A trace function may raise before any line, also before
+the release: that leaves the lock locked, which no signal does. For the same reason, places are left out whose next
+instruction has a different handler of exceptions.
+"""
+
+from __future__ import annotations
+
+import dis
+import opcode
+import sys
+from collections.abc import Callable, Collection
+from functools import cache
+from types import CodeType, FrameType
+from typing import Any
+
+_NAMES = "RESUME JUMP_BACKWARD JUMP_ABSOLUTE CALL CALL_KW CALL_FUNCTION CALL_METHOD CALL_FUNCTION_KW CALL_FUNCTION_EX"
+CHECKING = frozenset(opcode.opmap[name] for name in _NAMES.split() if name in opcode.opmap)
+"""After these instructions the interpreter looks for signals (``CHECK_EVAL_BREAKER`` in CPython's ceval.c)."""
+
+Place = tuple[CodeType, int]
+"""An instruction."""
+
+
+class Interrupts:
+    """Raise KeyboardInterrupt in this thread at one of the places where a signal may arrive.
+
+    Args:
+        files: the beginnings of the paths of files under test.
+        at: the number of the place, counted from 1; 0 for none.
+
+    Attributes:
+        count: the number of places so far.
+        places: each of them.
+    """
+
+    def __init__(self, files: Collection[str], at: int = 0) -> None:
+        self._files, self._at = tuple(files), at
+        self.count = 0
+        self.places: list[Place] = []
+
+    def during(self, work: Callable[[], object]) -> bool:
+        """Do ``work``; return whether it was interrupted."""
+        before = sys.gettrace()
+        sys.settrace(self._begin)
+        try:
+            work()
+        except KeyboardInterrupt:
+            assert self._at  # else the test itself is interrupted
+            return True
+        finally:
+            sys.settrace(before)
+        return False
+
+    def _begin(self, frame: FrameType, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(self._files) or "/tests/" in frame.f_code.co_filename:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        code, previous = code_of(frame.f_code), -1
+
+        def trace(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal previous
+            if event == "opcode":
+                # The exception of a signal belongs to the instruction that looked for it, and this one to the next.
+                is_same = previous >= 0 and handler(frame.f_code, previous) == handler(frame.f_code, frame.f_lasti)
+                if previous >= 0 and code[previous] in CHECKING and is_same:
+                    self._arrive(frame)
+                previous = frame.f_lasti
+            elif event == "exception":
+                previous = -1  # an instruction that raises is not followed by a look for signals
+            return trace
+
+        return trace
+
+    def _arrive(self, frame: FrameType) -> None:
+        self.count += 1
+        if not self._at:
+            self.places.append((frame.f_code, frame.f_lasti))
+        if self.count == self._at:
+            raise KeyboardInterrupt
+
+
+@cache
+def code_of(code: CodeType) -> bytes:
+    return code.co_code
+
+
+@cache
+def handler(code: CodeType, offset: int) -> int | None:
+    """Where the code goes on after an exception at an instruction; None if it ends, or before Python 3.11."""
+    if not hasattr(code, "co_exceptiontable"):
+        return None
+    entries = dis._parse_exception_table(code)  # type: ignore[attr-defined]
+    return next((each.target for each in entries if each.start <= offset < each.end), None)
+
+
+def representatives(places: Collection[Place]) -> list[int]:
+    """The numbers of the first and the last time that each instruction is reached."""
+    first: dict[Place, int] = {}
+    last: dict[Place, int] = {}
+    for number, place in enumerate(places, start=1):
+        first.setdefault(place, number)
+        last[place] = number
+    return sorted({*first.values(), *last.values()})
