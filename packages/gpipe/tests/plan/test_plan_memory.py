@@ -226,7 +226,7 @@ def test_a_plan_fits_by_its_rehearsal_where_the_account_says_less():
     given = {**SQUARES, "chunks": 4, "schedule": "1f1b", "calibrate": False}
     free = plan(model, x, ["cpu"] * 2, checkpoint="never", **given)
     room = int(0.98 * free.predicted.bytes[0].total)  # which also a layer less, or one that is recomputed, saves
-    found = plan(model, x, ["cpu"] * 2, memory=[room, None], **given)
+    found = plan(model, x, ["cpu"] * 2, memory=room, **given)
     assert "one step of the engine" in found.notes[-1]
     assert found.predicted.bytes[0].total <= room
 

@@ -58,7 +58,7 @@ class Measured:
         whole_loss: whether the loss is computed once, on the outputs of the full mini-batch.
         host: the host, if parameters are there.
         speeds: the relative speed of each device.
-        order: for each device, its index among those that the caller passed.
+        order: for each device, its index in the argument ``devices``.
     """
 
     profile: Profile

@@ -81,7 +81,7 @@ def plan(
             contains the arguments.
         devices: one per stage, all of one type; or text such as ``"8x80GB"`` or ``["24GB", "2xA100"]`` for hypothetical
             devices. With text, nothing runs: the model may be on ``meta``, bytes are counted, and seconds are
-            estimated. If devices differ in memory or speed, their order is searched, too; ``plan.devices`` has it.
+            estimated. The order of devices of different memory or speed is also searched; see ``plan.devices``.
         target, loss_fn, reduction: as for :meth:`gpipe.GPipe.step`. If it is not known how to combine the losses of
             micro-batches, the plan computes the loss once, on the outputs of the full mini-batch, under
             ``"fill_drain"``. Without ``loss_fn``, the model's own loss is used if its forward computes one; otherwise

@@ -95,7 +95,7 @@ def ties_of(layers: Iterable[nn.Module]) -> tuple[SharedParameter, ...]:
 def _profile(request: Request) -> tuple[Profile, bool, Sequence[float]]:
     """Return the caller's profile, or one measured with a stage's share of the threads.
 
-    Also return whether the loss is computed once, and the speed of each device, relative to that of the profile.
+    Also return whether the loss is computed once, and the speeds of the devices, relative to the profiled one.
     """
     places, devices, threads = request.places, len(request.places), torch.get_num_threads()
     with intra_op_threads(max(1, threads // devices) if places[0].type == "cpu" else threads):

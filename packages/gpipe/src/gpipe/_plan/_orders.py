@@ -19,7 +19,7 @@ Device = tuple[int | None, float]
 def orders(devices: Sequence[Device]) -> list[tuple[int, ...]]:
     """Return orders of the devices, as tuples of their indices; the given order is first.
 
-    Equal devices are not exchanged. Of more than :data:`MOST` orders, only those by memory and by speed are returned.
+    Equal devices are not exchanged. If there are more than :data:`MOST` orders, devices are sorted by memory and speed.
 
     >>> orders([(24, 1.0), (12, 1.0)])
     [(0, 1), (1, 0)]

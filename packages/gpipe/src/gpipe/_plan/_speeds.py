@@ -1,4 +1,4 @@
-"""How fast devices are, relative to the first: estimated, or measured on GPUs that differ."""
+"""Estimate or measure the speeds of devices, relative to the first."""
 
 from __future__ import annotations
 
