@@ -32,25 +32,36 @@ class _Process:
 
     def __init__(self) -> None:
         self._lock = fork_lock()
-        self._users = 0  # the number of contexts in which any cache is used
+        self._users: set[object] = set()  # one for each context in which any cache is used
         self._count = 0  # the counter of the process-wide cache
         self._cache: Cache = {}
 
     @contextmanager
     def replaced(self) -> Iterator[None]:
         """Return a context in which torch uses this object, which selects the cache of the calling thread."""
+        user = object()
+        try:
+            self._begin(user)
+            yield
+        finally:
+            try:
+                self._end(user)
+            finally:  # again after an interrupt, because torch would otherwise use this object forever
+                self._end(user)
+
+    def _begin(self, user: object) -> None:
         with self._lock:
             if not self._users:
                 self._count, self._cache = parametrized_cache()
-                set_parametrized_cache(self, self)
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                if not self._users:
-                    set_parametrized_cache(self._count, self._cache)
+            self._users.add(user)
+            set_parametrized_cache(self, self)  # also with other users, whose end may have been interrupted
+
+    def _end(self, user: object) -> None:
+        """Remove a user, if it was added and is not removed yet."""
+        with self._lock:
+            if self._users == {user}:
+                set_parametrized_cache(self._count, self._cache)
+            self._users.discard(user)
 
     def counts(self) -> bool:
         """Return whether a thread outside pipes is inside ``cached()``."""

@@ -1,0 +1,34 @@
+"""An interrupt at the end of a use of the process-wide cache leaves no user behind."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpipe._torch import parametrized_cache
+from gpipe.checkpoint import _parametrized
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_an_interrupt_at_the_end_still_gives_torch_its_cache_back(
+    monkeypatch: pytest.MonkeyPatch, is_late: bool
+) -> None:
+    process, original, before = _parametrized._Process(), _parametrized.set_parametrized_cache, parametrized_cache()
+    interrupts = [KeyboardInterrupt()]
+
+    def restore(count: object, cache: object) -> None:
+        if count is process or not interrupts:
+            original(count, cache)
+            return
+        if is_late:
+            original(count, cache)
+        raise interrupts.pop()
+
+    monkeypatch.setattr(_parametrized, "set_parametrized_cache", restore)
+    with pytest.raises(KeyboardInterrupt), process.replaced():
+        pass
+    assert not interrupts
+    assert parametrized_cache() == before
+    assert not process._users
+    with process.replaced():
+        assert parametrized_cache() == (process, process)
+    assert parametrized_cache() == before
