@@ -17,21 +17,21 @@ from collections.abc import Sequence
 
 from packages.streams.tests.interleavings.explore import Explored, Program, explore, repeat, sample
 
-from .catalogue import PROGRAMS, SIGNALLED
+from .catalogue import ORDERS_ONLY, PROGRAMS
 from .scenarios import INJECTS, fast, line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     failed = False
-    print(f"{'scenario':<28} {'what':<9} {'runs':>7} {'failures':>8} {'complete':>8} {'seconds':>8}")
+    print(f"{'scenario':<28} {'what':<9} {'runs':>7} {'injected':>8} {'complete':>8} {'seconds':>8}")
     with fast():
         for name in options.names or PROGRAMS:
             if options.repeat is not None:
                 injects = INJECTS if options.repeat.startswith("f") else ()
                 repeat(PROGRAMS[name], [*map(int, options.repeat.lstrip("f").split(","))], injects=injects)
                 continue
-            for injections in (0,) if name in SIGNALLED else (0, 1):
+            for injections in (0,) if name in ORDERS_ONLY else (0, 1):
                 begin = time.monotonic()
                 found = explored(PROGRAMS[name], injections, options)
                 show(name, injections, found, time.monotonic() - begin)

@@ -146,6 +146,7 @@ def model_of_layers(create: Callable[[], nn.Sequential]) -> Callable[[], nn.Modu
 
 between_model = model_of_layers(between)  # type: ignore[arg-type]
 PROGRAMS: dict[str, Callable[[], None]] = {each.name: each for each in scenarios()} | SEVERAL
-SIGNALLED = frozenset(name for name in PROGRAMS if name.startswith("signal-"))
+ORDERS_ONLY = frozenset(name for name in PROGRAMS if name.startswith("signal-")) | {"nested-seeds", "two-seeds"}
+"""Programs that inject their own interrupt, or whose results are compared, so that all threads must return one."""
 """Programs that are interrupted in each run. A failure or a second interrupt is not injected."""
-__all__ = ["DOUBLE", "PROGRAMS", "SIGNALLED", "Layer"]
+__all__ = ["DOUBLE", "ORDERS_ONLY", "PROGRAMS", "Layer"]
