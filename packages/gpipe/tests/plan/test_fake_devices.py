@@ -2,13 +2,15 @@
 
 from dataclasses import replace
 from inspect import signature
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import example as also
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -268,3 +270,21 @@ def test_weights_that_are_packed_when_they_arrive_have_no_size_before() -> None:
     assert (
         sum(need.parameters for need in plan(ready, torch.zeros(4, 6), "2x1GB").predicted.bytes) >= 36 + 8 * 6 + 4 * 42
     )
+
+
+@settings(few, max_examples=5)
+@given(
+    st.lists(st.sampled_from([128, 512, 1024]), min_size=3, max_size=7), st.sampled_from([0.5, 1.0, 2.0]), st.booleans()
+)
+@also([1024, 128, 1024, 1024, 128, 512], 2.0, True)
+@also([128, 512, 512, 512], 2.0, False)
+def test_parameters_on_the_host_are_suggested_where_they_fit(widths: list[int], share: float, is_free: bool) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    x, device = torch.zeros(16, widths[0]), [f"{int(share * size)}B"]
+    try:
+        plan(model, x, device, optimizer="sgd", checkpoint=None if is_free else "never")
+    except Infeasible as error:
+        if any(change.startswith("offload=True") for change in error.changes):
+            plan(model, x, device, optimizer="sgd", checkpoint=None if is_free else "never", offload=True)

@@ -63,7 +63,7 @@ def explain(space: Space, best: Candidate, devices: Sequence[str]) -> Infeasible
     sizes = {size for _, size in rooms}
     enough = math.ceil(share * max(sizes)) + 1
     memory = f"memory={enough} ({format_bytes(enough)} on each device)"
-    fitting = [text for text, other in relaxations(space).items() if nearest(other).fits(other.limits)]
+    fitting = [text for text, other in relaxations(space).items() if _something_fits(other)]
     changes = [*fitting, memory if len(sizes) == 1 else f"{share + 0.005:.2f} times the memory on each device"]
     return Infeasible(
         f"nothing fits: device {device} ({devices[device]}) has {format_bytes(room)} and is {format_bytes(short[j])} "
@@ -73,6 +73,14 @@ def explain(space: Space, best: Candidate, devices: Sequence[str]) -> Infeasible
         short[j],
         changes,
     )
+
+
+def _something_fits(space: Space) -> bool:
+    way = nearest(space)
+    if space.measured.host is None:
+        return way.fits(space.limits)
+    sizes = way.costs.device_bytes_with_host(way.sizes, way.modes, way.schedule)
+    return replace(way, rehearsed=sizes).fits(space.memory)
 
 
 def relaxations(space: Space) -> dict[str, Space]:
@@ -105,9 +113,11 @@ def relaxations(space: Space) -> dict[str, Space]:
         found["offload=True, which keeps parameters on the host"] = replace(
             space, measured=on_host, schedules=[BREADTH_FIRST]
         )
+    last = space.memory[-1]
+    like = "" if last is None or len({*space.memory}) == 1 else f", with {format_bytes(last)} on each of the others"
     for larger in (2 * stages, 4 * stages):
         if plain and larger <= measured.layers:
-            found[f"{larger} devices instead of {stages}"] = _on_more(space, larger)
+            found[f"{larger} devices instead of {stages}{like}"] = _on_more(space, larger)
     return found
 
 
