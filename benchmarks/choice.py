@@ -3,7 +3,8 @@
 Every balance, every number of chunks of 1, 2, 4 and 8, every schedule that a plan searches, and every mode of every
 stage, for at most six layers on two or three stages; our own replay and account of bytes are the judge. A row of the
 table has the same problems with other limits of memory: a little more than the least with which anything fits, a tenth
-more, and none. Other rows have devices of different memory and speed, in every order.
+more, and none. Other rows have devices of different memory and speed, in every order, or devices with a link to the
+host, where stages may also offload what they save.
 
 python -m benchmarks choice
 """
@@ -15,9 +16,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, product
 from random import Random
+from typing import NamedTuple
 
+from gpipe._plan._arguments import OFFLOAD
 from gpipe._plan._candidate import Candidate, Space, candidate_of
 from gpipe._plan._costs import Measured
+from gpipe._plan._host import Host
 from gpipe._plan._orders import orders
 from gpipe._plan._search import search
 from gpipe.simulate import Link
@@ -40,27 +44,35 @@ def run(options: argparse.Namespace) -> Iterator[Report]:
         "Made-up models of at most six layers on two or three stages: the plan's choice beside the fastest of all ways "
         "that fit"
     )
-    columns = ("devices", "memory", "cases", "missed", "within 1 %", "worst")
+    columns = ("devices", "memory", "cases", "missed", "within 1 %", "worst", "offloading")
     table = Table("plan.md", "choice", caption, columns, left=2)
     figures = {}
-    ratios: dict[tuple[str, str], list[float | None]] = {}
-    for seed in range(8 if options.quick else CASES):
-        for devices, made in {"equal": equal, "different": different}.items():
-            for name, ratio in of_case(made(Random(seed))):
-                ratios.setdefault((devices, name), []).append(ratio)
-    for (devices, name), every in sorted(ratios.items(), key=lambda row: row[0][0], reverse=True):
-        found = [ratio for ratio in every if ratio is not None]
+    cases: dict[tuple[str, str], list[Case | None]] = {}
+    for devices, made in {"equal": equal, "different": different, "with a host": with_host}.items():
+        for seed in range(8 if options.quick else CASES):
+            for name, case in of_case(made(Random(seed))):
+                cases.setdefault((devices, name), []).append(case)
+    for (devices, name), every in cases.items():
+        found = [case.ratio for case in every if case is not None]
         near = sum(ratio <= 1.01 for ratio in found) / len(found)
         missed = len(every) - len(found)
-        table.add(devices, name, len(every), missed, f"{near:.0%}", f"{max(found):.3f}")
+        offloading = sum("offload" in case.best.modes for case in every if case is not None)
+        table.add(devices, name, len(every), missed, f"{near:.0%}", f"{max(found):.3f}", offloading)
         row = f"plan, choice, {devices} devices, memory {name}"
         figures |= {f"{row}: missed": float(missed), f"{row}: share within 1 %": near}
         figures |= {f"{row}: chosen / fastest, worst": max(found)}
     yield Report([table], figures)
 
 
-def of_case(spaces: Sequence[Space]) -> Iterator[tuple[str, float | None]]:
-    """For each limit the seconds of the choice over those of the fastest way; None if nothing was found.
+class Case(NamedTuple):
+    """The seconds of the choice over those of the fastest way."""
+
+    ratio: float
+    best: Candidate
+
+
+def of_case(spaces: Sequence[Space]) -> Iterator[tuple[str, Case | None]]:
+    """The choice for each limit; None if nothing was found.
 
     The memory of the spaces is in parts of that limit.
     """
@@ -68,11 +80,11 @@ def of_case(spaces: Sequence[Space]) -> Iterator[tuple[str, float | None]]:
     least = min(share for _, share in every)
     for name, factor in LIMITS.items():
         size = None if factor is None else factor * least
-        best = min(way.seconds for way, share in every if size is None or share <= size)
+        best = min((way for way, share in every if size is None or share <= size), key=lambda way: way.seconds)
         limited = [replace(space, memory=[size and int(size * share) for share in space.memory]) for space in spaces]
         rooms = {space.measured.order: space.memory for space in limited}
         found = [way for way in search(limited) if way.fits(rooms[way.costs.measured.order])]
-        yield name, found[0].seconds / best if found else None
+        yield name, Case(found[0].seconds / best.seconds, best) if found else None
 
 
 def share_of(way: Candidate, space: Space) -> float:
@@ -94,6 +106,13 @@ def different(random: Random) -> list[Space]:
     return found
 
 
+def with_host(random: Random) -> list[Space]:
+    """A space in which stages may offload, with a link to the host on which that is sometimes the fastest."""
+    space = space_of(random)
+    host = Host(bandwidth=random.choice((1e5, 1e6, 1e7)))
+    return [replace(space, measured=replace(space.measured, apart=True, host=host), modes=(*MODES, OFFLOAD))]
+
+
 def everything(space: Space) -> Iterator[Candidate]:
     """All ways to train, with their seconds and bytes."""
     layers, stages = space.measured.layers, space.measured.stages
@@ -101,7 +120,7 @@ def everything(space: Space) -> Iterator[Candidate]:
         costs = space.measured.cut(chunks)
         for cuts in combinations(range(1, layers), stages - 1):
             sizes = tuple(b - a for a, b in zip((0, *cuts), (*cuts, layers), strict=True))
-            for schedule, modes in product(space.schedules, product(MODES, repeat=stages)):
+            for schedule, modes in product(space.schedules, product(space.modes, repeat=stages)):
                 yield candidate_of(costs, schedule, sizes, modes)
 
 

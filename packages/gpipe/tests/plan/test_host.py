@@ -1,19 +1,27 @@
-"""Plans for stages whose parameters are on the host."""
+"""Plans with the parameters of stages, or what they save, on the host."""
 
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gpipe
 from gpipe import Infeasible, Plan, plan
-from gpipe._plan._bytes import DeviceBytes
-from gpipe._plan._host import device_bytes, looped
-from gpipe.schedule import Kind, looped_placement, named
+from gpipe._plan import _arguments
+from gpipe._plan._arguments import placed, read_modes
+from gpipe._plan._bytes import DeviceBytes, held
+from gpipe._plan._costs import Measured
+from gpipe._plan._host import Host, device_bytes, looped
+from gpipe._plan._search import search
+from gpipe._plan._verify import peak_bytes
+from gpipe.schedule import SPLITTING, Kind, looped_placement, named
+
+from ..plans import everything, few, measurements, space_of
 
 WIDTH, LAYERS, ROWS = 64, 8, 16
 EACH = (WIDTH + 1) * WIDTH * 4
@@ -137,8 +145,7 @@ def test_a_device_without_room_for_two_stages_is_told() -> None:
     ("options", "error", "message"),
     [
         ({"offload": 2}, TypeError, "offload must be True or False"),
-        ({"offload": False, "host_memory": "1GB"}, ValueError, "host_memory: requires offload=True"),
-        ({"offload": False, "host_bandwidth": 1e9}, ValueError, "host_bandwidth: requires offload=True"),
+        ({"host_bandwidth": 0}, ValueError, "host_bandwidth: expected bytes"),
         ({"host_memory": "1 gigabyte"}, ValueError, "host_memory: expected bytes"),
         ({"schedule": "1f1b"}, ValueError, "with offload=True, only 'looped_bfs' is searched; got '1f1b'"),
         ({"devices": "4x1GB"}, ValueError, "expected at least 3 layers per device"),
@@ -161,3 +168,161 @@ def test_few_layers_have_few_stages() -> None:
 
 def test_an_optimizer_without_state_takes_nothing_on_the_host() -> None:
     assert f"on the host: {2 * LAYERS * EACH / 1024:.0f} KiB" in str(made(optimizer="sgd"))
+
+
+@given(
+    st.sampled_from(["1f1b", "fill_drain", "zero_bubble", "interleaved", "zbv"]),
+    st.integers(1, 12),
+    st.integers(2, 3),
+    st.booleans(),
+    st.data(),
+)
+def test_a_device_holds_the_cells_that_are_counted(
+    schedule: str, m: int, devices: int, splits: bool, data: st.DataObject
+) -> None:
+    """Cells on the device at any time: the memory of one that leaves is free when the next transfer is queued."""
+    (placement,) = placed([schedule], devices, 2 * devices)
+    j = data.draw(st.integers(0, len(placement) - 1), label="stage")
+    split = [j] if splits and schedule in SPLITTING else []
+    found = held(schedule, "offload", m, placement, j, bool(split))
+    line = named(schedule, m, placement, 0, split).offloading(placement, [j]).on(placement)[placement[j]]
+    there, leaving, away, most = set[int](), set[int](), set[int](), 0
+    for stage, (kind, i) in line:
+        leaving = set() if kind in (Kind.OFFLOAD, Kind.PREFETCH) else leaving
+        if stage != j:
+            continue
+        if kind is Kind.OFFLOAD:
+            there, leaving, away = there - {i}, {i}, away | {i}
+        else:
+            there, away = there | {i}, away - {i}
+        whole, bare = len(there) + len(leaving), len(away - leaving)
+        most = max(most, whole)
+        assert any(whole <= each.whole and whole + bare <= each.whole + each.bare for each in found)
+        there = there - {i} if kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT) else there
+    assert most == max(each.whole for each in found)
+    assert most <= 3 or schedule != "fill_drain"
+
+
+@settings(few)
+@given(
+    measurements(most_layers=3),
+    st.sampled_from([0.99, 1.01, 1.1, None]),
+    st.sampled_from([1e4, 1e5, 1e6, 1e9]),
+    st.sampled_from([0, 500, None]),
+)
+def test_recomputation_or_the_host_whichever_is_faster(
+    measured: Measured, room: float | None, bandwidth: float, of_host: int | None
+) -> None:
+    """Beside every mode of every stage, nothing that fits is missed or much faster, and the host's limit is kept."""
+    measured = replace(measured, apart=True, host=Host(of_host, bandwidth))
+    space = replace(space_of(measured), modes=read_modes(None, apart=True), chunks=(1, 4))
+    every = [*everything(space)]
+    least = min(way.fullest for way in every if way.fits_host)
+    memory = (None if room is None else int(room * least),) * measured.devices
+    possible = [way for way in every if way.fits(memory)]
+    found = search([replace(space, memory=memory)])
+    assert found[0].fits(memory) == bool(possible)
+    assert all(way.fits(memory) for way in found) == bool(possible)
+    if possible:
+        assert found[0].seconds <= 1.05 * min(way.seconds for way in possible)
+
+
+def saving(device: str = "meta", pairs: int = 4) -> nn.Sequential:
+    """Layers that save more than they send."""
+    layers = [each for _ in range(pairs) for each in (nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))]
+    return nn.Sequential(*layers).to(device)
+
+
+FAST: dict[str, Any] = {
+    "loss_fn": squares, "reduction": "sum", "optimizer": "sgd", "chunks": 8, "schedule": "fill_drain",
+    "host_bandwidth": "10TB", "memory": "1.5MB",
+}  # fmt: skip
+"""A link to the host so fast that nothing is recomputed, and devices too small for what all micro-batches save."""
+
+
+def test_saved_tensors_are_on_the_host_where_that_is_faster() -> None:
+    x = torch.zeros(512, 64, device="meta")
+    found = plan(saving(), x, "4x80GB", **FAST)
+    assert {*found.modes} == {"offload"}
+    assert not found.offload
+    assert "of saved tensors are on the host at a time; links to the host are assumed to send 1e+04 GB/s" in str(found)
+    assert Plan.from_json(found.to_json()) == found
+    never, always = (
+        plan(saving(), x, "4x80GB", **{**FAST, "memory": None, "checkpoint": mode}) for mode in ("never", "always")
+    )
+    assert 0.99 * never.predicted.seconds.mid <= found.predicted.seconds.mid < always.predicted.seconds.mid
+    assert (
+        max(each.total for each in found.predicted.bytes) <= 1.5e6 < min(each.total for each in never.predicted.bytes)
+    )
+    kinds = [event.kind for event in found.timeline.events]
+    assert 0 < kinds.count(Kind.OFFLOAD) == kinds.count(Kind.PREFETCH) < 4 * 8
+
+    slow = plan(saving(), x, "4x80GB", **{**FAST, "host_bandwidth": "1GB"})
+    assert "offload" not in slow.modes
+    assert "on the host" not in str(slow)
+
+    few = plan(saving(), x, "4x80GB", **FAST, host_memory="1MB")
+    assert few.modes.count("offload") < 4
+
+
+def test_a_plan_with_saved_tensors_on_the_host_trains_as_planned() -> None:
+    x = torch.randn(64, 64)
+    options = {**FAST, "memory": None, "checkpoint": "offload", "calibrate": False}
+    model, own = saving("cpu"), saving("cpu")
+    own.load_state_dict(model.state_dict())
+    squares(model(x)).backward()
+    found = plan(own, x, ["cpu:0", "cpu:1"], **options)
+    with closing(found.build(own)) as pipe:
+        assert {*pipe.checkpoint} == {"offload"} or pipe.checkpoint == "offload"
+        with gpipe.record() as timeline:
+            pipe.step(x, loss_fn=squares, reduction="sum", **found.step_arguments)
+        planned = [event.kind for event in found.timeline.events]
+        ran = [event.kind for event in timeline.events]
+        assert ran.count(Kind.OFFLOAD) == planned.count(Kind.OFFLOAD) > 0
+        torch.testing.assert_close([p.grad for p in own.parameters()], [p.grad for p in model.parameters()])
+
+
+@settings(few, max_examples=5)
+@given(st.integers(1, 12), st.integers(1, 3), st.sampled_from(["fill_drain", "1f1b"]))
+def test_bytes_are_those_of_a_step(chunks: int, stages: int, schedule: str) -> None:
+    """Summed over the layers, since a dry run shows nothing of the host."""
+    x = torch.randn(32 * chunks, 64)
+    model = saving("cpu", 3)
+    options = {**FAST, "memory": None, "chunks": chunks, "checkpoint": "offload", "calibrate": False}
+    found = plan(model, x, [f"cpu:{j}" for j in range(stages)], **{**options, "schedule": schedule})
+    with closing(found.build(model)) as pipe:
+        sizes = peak_bytes(pipe, x, None, {"loss_fn": squares, "reduction": "sum"}, schedule, found.placement)
+    for planned, size in zip(found.predicted.bytes, sizes, strict=True):
+        assert 0.8 <= planned.total / size <= 1.3
+
+
+class Hooked(nn.Linear):
+    """A layer whose operation does not support hooks for saved tensors."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.func.grad(lambda value: value.square().sum())(x))
+
+
+def test_layers_that_cannot_offload_are_planned_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As for GPUs: on a CPU, plans do not search "offload" by default.
+    monkeypatch.setattr(
+        _arguments, "read_modes", lambda mode, apart: [mode] if mode else ["never", "offload", "always"]
+    )
+    x, model = torch.randn(512, 64), nn.Sequential(Hooked(64, 64), *saving("cpu", 3))
+    (need,) = plan(
+        model, x, ["cpu:0"], **{**FAST, "memory": None, "checkpoint": "offload", "calibrate": False}
+    ).predicted.bytes
+    options = {**FAST, "memory": need.total + 1}
+    assert "offload" in plan(model, x, ["cpu:0"], **options, calibrate=False).modes
+    found = plan(model, x, ["cpu:0"], **options)
+    assert "offload" not in found.modes
+    assert "checkpoint='offload' was left out, since training with it raised RuntimeError" in found.notes[-1]
+
+
+def test_a_host_too_small_for_saved_tensors_is_told() -> None:
+    x = torch.zeros(1024, 64, device="meta")
+    with pytest.raises(Infeasible, match=r"the host has 1000 B, and what is there, .* needs .* more") as caught:
+        plan(saving(), x, "4x80GB", **{**FAST, "checkpoint": "offload", "memory": "100MB"}, host_memory=1000)
+    assert caught.value.device is None
+    options = {**FAST, "checkpoint": "offload", "memory": "100MB", "host_memory": 1000 + caught.value.short}
+    assert plan(saving(), x, "4x80GB", **options).modes == ("offload",) * 4

@@ -90,7 +90,8 @@ def plan(
         speeds: The relative speed of each device, such as 1 0.5.
         chunks: Numbers of micro-batches to try.
         offload: Keep parameters on the host.
-        host_memory: The host's memory for parameters, gradients and the optimizer's state, such as 64GB.
+        host_memory: The host's memory for saved tensors, and for offloaded parameters, gradients and the optimizer's
+            state, such as 64GB.
         host_bandwidth: Bytes per second between the host and each device, such as 25GB.
         quick: Do not train a copy for a few steps to choose between the best plans.
         html: Save the plan to this file, as a page.

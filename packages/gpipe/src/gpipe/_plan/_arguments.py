@@ -34,7 +34,10 @@ LOOPS = 2
 """The number of stages per device under interleaved and V-shaped schedules."""
 
 MODES = ("never", "except_last", "always")
-"""The checkpoint modes to search."""
+"""The checkpoint modes to search. On devices with their own memory, :data:`OFFLOAD` is searched, too."""
+
+OFFLOAD = "offload"
+"""The checkpoint mode in which saved tensors are on the host."""
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([kKMGTP]?)(i?)B\s*")
 """A number and a unit with a capital B. A lowercase ``b`` could mean bits, and a bare 80 could mean 80 GB."""
@@ -178,15 +181,16 @@ def _placement(name: str, devices: int) -> tuple[int, ...]:
     return tuple(usual_placement(name, devices * LOOPS if name == "zbv" else devices))
 
 
-def read_modes(checkpoint: str | None) -> Sequence[str]:
-    if checkpoint is None:
-        return MODES
-    if checked_mode(checkpoint) == "offload":
-        raise ValueError(
-            "checkpoint: a plan does not know the seconds of transfers to the host; plan with 'never', 'except_last' "
-            "or 'always', and set pipe.checkpoint = 'offload' afterwards"
-        )
-    return (checkpoint,)
+def read_modes(checkpoint: str | None, *, apart: bool) -> Sequence[str]:
+    """Return the checkpoint modes to search.
+
+    Args:
+        checkpoint: the only one, or None to search.
+        apart: whether devices have their own memory.
+    """
+    if checkpoint is not None:
+        return (checked_mode(checkpoint),)
+    return (*MODES, OFFLOAD) if apart else MODES
 
 
 def optimizer_bytes(optimizer: str | float, layers: Iterable[nn.Module]) -> list[int]:

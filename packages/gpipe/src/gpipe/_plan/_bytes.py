@@ -15,9 +15,12 @@ from typing import NamedTuple
 from profiler import LayerProfile
 
 from ..schedule import Kind, checkpoint_stops
+from ..schedule._actions import TRIPS
 from ..schedule._named import lanes
+from ..schedule._offloads import with_offloads
+from ..schedule._replay import walk_of
 from ..timeline._costs import freed
-from ._arguments import WAITING
+from ._arguments import OFFLOAD, WAITING
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Held(NamedTuple):
     Attributes:
         whole: micro-batches that hold all their saved tensors.
         late: the part of ``whole`` that waits for the backward of the weights.
-        bare: micro-batches that hold only their inputs.
+        bare: micro-batches that hold only their inputs, or whose saved tensors are on the host.
     """
 
     whole: int
@@ -84,19 +87,30 @@ def held(
     [Held(whole=3, late=0, bare=0)]
     >>> held("1f1b", "except_last", 8, (0, 1, 2, 3), 1, False)
     [Held(whole=2, late=0, bare=1)]
+    >>> held("fill_drain", "offload", 8, (0, 1, 2, 3), 1, False)
+    [Held(whole=2, late=0, bare=6)]
     """
     # With more micro-batches, only schedules that begin with all forwards hold more.
     m = microbatches if schedule in WAITING else min(microbatches, 3 * len(placement))
     stop = checkpoint_stops(mode, m, 1)[0]
     lane = lanes(schedule, m, placement, stop, [stage] if splits else [])[placement[stage]]
-    whole, late, bare = set[int](), set[int](), set[int]()
+    if mode == OFFLOAD:
+        (lane,) = with_offloads(walk_of([lane]), [stage])
+    whole, late, bare, leaving = set[int](), set[int](), set[int](), set[int]()
     found = set[Held]()
     for j, (kind, i) in lane:
         if j != stage:
             continue
+        if kind in TRIPS:
+            leaving.clear()  # the memory of the previous one is free
+        if kind is Kind.OFFLOAD:
+            whole.discard(i)
+            leaving.add(i)
+            bare.add(i)
+            continue
         for some in (whole, late, bare):
             some.discard(i)
-        found.add(Held(1 + len(whole) + len(late), len(late), len(bare)))
+        found.add(Held(1 + len(whole) + len(late) + len(leaving), len(late), len(bare - leaving)))
         if kind is not Kind.BACKWARD and kind is not Kind.BACKWARD_WEIGHT:
             (bare if kind is Kind.FORWARD and i < stop else late if kind is Kind.BACKWARD_INPUT else whole).add(i)
     return sorted(each for each in found if not any(other != each and other.covers(each) for other in found))
@@ -110,6 +124,7 @@ class StageBytes(NamedTuple):
         kept: the bytes that a micro-batch saves for its backward.
         waiting: additional bytes that it holds between the two parts of a split backward.
         bare: the bytes that it holds if it is checkpointed.
+        near: the bytes that it holds if its saved tensors are on the host.
         transient: the peak bytes of a micro-batch in an action, including its saved tensors.
     """
 
@@ -119,11 +134,18 @@ class StageBytes(NamedTuple):
     kept: int
     waiting: int
     bare: int
+    near: int
     transient: int
 
-    def at_peak(self, moments: Iterable[Held]) -> DeviceBytes:
+    @property
+    def far(self) -> int:
+        """The bytes of a micro-batch that move to the host."""
+        return self.kept - self.near
+
+    def at_peak(self, moments: Iterable[Held], mode: str) -> DeviceBytes:
         """Return the bytes in the largest of these states."""
-        most = max((n.whole - 1) * self.kept + n.late * self.waiting + n.bare * self.bare for n in moments)
+        bare = self.near if mode == OFFLOAD else self.bare
+        most = max((n.whole - 1) * self.kept + n.late * self.waiting + n.bare * bare for n in moments)
         return DeviceBytes(self.parameters, self.gradients, self.optimizer, most, self.transient)
 
 
@@ -133,7 +155,7 @@ def kept_and_peak(layers: Sequence[LayerProfile], loss: LayerProfile | None) -> 
     for layer, lost in zip(layers, freed(layers), strict=True):
         most = max(most, kept + _peak(layer))
         kept += layer.saved_bytes - lost
-    return kept, max(most, kept + (loss.peak_bytes if loss else 0))
+    return kept + (loss.saved_bytes if loss else 0), max(most, kept + (loss.peak_bytes if loss else 0))
 
 
 def _peak(layer: LayerProfile) -> int:

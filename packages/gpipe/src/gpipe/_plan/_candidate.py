@@ -8,7 +8,9 @@ from functools import cached_property
 
 from ..schedule import LOSS_OF_ALL, Kind, Schedule, checkpoint_stops, named
 from ..schedule._loads import with_loads
+from ..schedule._modes import offloading_stages
 from ..schedule._named import BREADTH_FIRST, lanes
+from ..schedule._offloads import with_offloads
 from ..schedule._replay import Lane, makespan, walk_of
 from ._arguments import SCHEDULES
 from ._bytes import DeviceBytes
@@ -97,10 +99,19 @@ class Candidate:
     def bytes(self) -> tuple[DeviceBytes, ...]:
         return self.rehearsed or self.account
 
+    @cached_property
+    def host_bytes(self) -> int:
+        return self.costs.host_bytes(self.sizes, self.modes, self.schedule, self.split)
+
     def fits(self, memory: Sequence[float | None]) -> bool:
-        """Return whether the bytes of each device, from a dry run or else estimated, are within its limit."""
+        """Return whether the bytes of the host and of each device are within its limit."""
         limits = zip(self.bytes, memory, strict=True)
-        return all(room is None or need.total <= room for need, room in limits)
+        return self.fits_host and all(room is None or need.total <= room for need, room in limits)
+
+    @property
+    def fits_host(self) -> bool:
+        memory = self.costs.measured.host.memory
+        return memory is None or self.host_bytes <= memory
 
     @property
     def fullest(self) -> int:
@@ -124,7 +135,7 @@ class Candidate:
             measured.placement,
             self.modes,
             self.split,
-            offload=measured.host is not None,
+            offload=measured.host.parameters,
             whole_loss=measured.whole_loss,
         )
 
@@ -139,9 +150,11 @@ def program_of(
     offload: bool,
     whole_loss: bool,
 ) -> Schedule:
-    """Return the planned schedule, with the loads of stages on the host, and the loss of the full mini-batch."""
+    """Return the planned schedule, with all transfers from and to the host, and the loss of the full mini-batch."""
     found = named(schedule, microbatches, placement, stops_of(modes, microbatches), split)
     found = found.loading(placement) if offload else found
+    if stages := offloading_stages(modes, len(modes)):
+        found = found.offloading(placement, stages)
     return found.with_loss() if whole_loss else found
 
 
@@ -153,8 +166,10 @@ def candidate_of(costs: Costs, schedule: str, sizes: Sequence[int], modes: Seque
     steps = lanes(schedule, m, costs.measured.placement, stops_of(modes, m), split)
     if costs.measured.whole_loss:
         steps = [_with_loss(lane, len(stages) - 1, m) for lane in steps]
-    if costs.measured.host is not None:
+    if costs.measured.host.parameters:
         steps = with_loads(walk_of(steps), range(len(stages)))
+    if offloading := offloading_stages(modes, len(modes)):
+        steps = with_offloads(walk_of(steps), offloading)
     pipeline = makespan(steps, m, [{kind: each.seconds(kind) for kind in Kind} for each in stages], costs.hops(sizes))
     seconds = pipeline + costs.measured.step
     return Candidate(costs, schedule, tuple(sizes), tuple(modes), seconds, split)

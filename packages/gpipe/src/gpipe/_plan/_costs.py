@@ -13,8 +13,9 @@ from profiler import LayerProfile, Profile
 from ..schedule import SPLIT_SECONDS, SPLITTING, Kind
 from ..timeline import StageCost
 from ..timeline._hops import Link
+from ._arguments import OFFLOAD
 from ._bytes import DeviceBytes, StageBytes, held, kept_and_peak
-from ._host import Host, device_bytes, share_of_device
+from ._host import Host, device_bytes, parameter_bytes, share_of_device
 
 SPLIT_PYTHON = 130e-6
 """The seconds of Python overhead to split one backward (``docs/benchmarks/pipeline.md``)."""
@@ -56,7 +57,7 @@ class Measured:
         crowding: the factor by which devices slow each other down if there are fewer CPU cores than devices.
         ties: the parameters that several layers share.
         whole_loss: whether the loss is computed once, on the outputs of the full mini-batch.
-        host: the host, if parameters are there.
+        host: the host.
         speeds: the relative speed of each device.
         order: for each device, its index in the argument ``devices``.
     """
@@ -74,7 +75,7 @@ class Measured:
     crowding: float = 1.0
     ties: tuple[SharedParameter, ...] = ()
     whole_loss: bool = False
-    host: Host | None = None
+    host: Host = field(default_factory=Host)
     speeds: tuple[float, ...] = ()
     order: tuple[int, ...] = ()
 
@@ -170,6 +171,8 @@ class Costs:
         )
         part = self._backward_input(layers)
         part = None if part is None else min(backward, part / speed)
+        sizes = self._stage_bytes(first, end)
+        trip = sizes.far / self.measured.host.bandwidth if mode == OFFLOAD else 0.0
         return StageCost(
             # The loss follows the output; if the stage recomputes, the recomputed one.
             forward=forward + (loss if mode == "never" else 0.0) + action,
@@ -178,16 +181,18 @@ class Costs:
             backward_input=None if part is None else part + action + SPLIT_PYTHON / 2,
             backward_weight=None if part is None else backward - part + action + SPLIT_PYTHON / 2,
             loss=self._whole_loss(end, speed),
-            load=self._transfer(sum(each.parameter_bytes for each in layers)),
-            unload=self._transfer(sum(each.trainable_bytes for each in layers)),
-            activation_bytes=self._stage_bytes(first, end).kept,
+            load=self._of_parameters(sum(each.parameter_bytes for each in layers)),
+            unload=self._of_parameters(sum(each.trainable_bytes for each in layers)),
+            offload=trip,
+            prefetch=trip,
+            activation_bytes=sizes.kept,
             boundary_bytes=self.incoming[first],
             layers=", ".join(layer.name for layer in layers),
         )
 
-    def _transfer(self, size: int) -> float:
-        """Return the seconds in which bytes of parameters or gradients move between the host and a device."""
-        return 0.0 if self.measured.host is None else size / self.measured.host.bandwidth
+    def _of_parameters(self, size: int) -> float:
+        """Return the seconds in which bytes of parameters or gradients move, if parameters are on the host."""
+        return size / self.measured.host.bandwidth if self.measured.host.parameters else 0.0
 
     def splits(self, schedule: str, first: int, end: int, stage: StageCost) -> bool:
         """Return whether the backward of a stage with this cost is split: if autograd can split it, and it pays."""
@@ -218,7 +223,7 @@ class Costs:
         placement = self.measured.placement
         found = self._at_peak(j, first, end, mode, schedule, splits)
         # With parameters on the host, an equal part of what its device holds: see device_bytes_with_host.
-        return found if self.measured.host is None else share_of_device(found, placement.count(placement[j]))
+        return share_of_device(found, placement.count(placement[j])) if self.measured.host.parameters else found
 
     def device_bytes_with_host(
         self, sizes: Sequence[int], modes: Sequence[str], schedule: str
@@ -232,7 +237,16 @@ class Costs:
 
     def _at_peak(self, j: int, first: int, end: int, mode: str, schedule: str, splits: bool) -> DeviceBytes:
         moments = held(schedule, mode, self.chunks, self.measured.placement, j, splits)
-        return self._stage_bytes(first, end).at_peak(moments)
+        return self._stage_bytes(first, end).at_peak(moments, mode)
+
+    def host_bytes(self, sizes: Sequence[int], modes: Sequence[str], schedule: str, split: Sequence[int] = ()) -> int:
+        """Return the peak bytes on the host; an upper bound, as the peaks of stages may occur at different times."""
+        found, placement = parameter_bytes(self.measured), self.measured.placement
+        for j, (own, mode) in enumerate(zip(bounds(sizes), modes, strict=True)):
+            if mode == OFFLOAD:
+                moments = held(schedule, mode, self.chunks, placement, j, j in split)
+                found += max(each.bare for each in moments) * self._stage_bytes(*own).far
+        return found
 
     def _stage_bytes(self, first: int, end: int) -> StageBytes:
         if (first, end) not in self._sizes:
@@ -251,6 +265,7 @@ class Costs:
         copied = self.incoming[first] if measured.apart and first else 0
         moved = measured.input_bytes if measured.apart and not first else 0
         ties = [tie for tie in measured.ties if tie.layers[0] < first and any(first <= k < end for k in tie.layers)]
+        bare, last = copied + output, layers[-1].output_bytes
         return StageBytes(
             parameters=sum(each.parameter_bytes + each.buffer_bytes for each in layers) + sum(t.bytes for t in ties),
             gradients=sum(each.trainable_bytes for each in layers) + sum(tie.gradient for tie in ties),
@@ -258,7 +273,9 @@ class Costs:
             kept=kept + copied,
             # Gradients needed by the backward of the weights; inside a layer, as large as its saved tensors.
             waiting=sum(layer.saved_bytes for layer in layers if layer.trainable_bytes),
-            bare=copied + output,
+            bare=bare,
+            # A stage keeps its output, as it keeps its input.
+            near=min(kept + copied, max(bare, copied + last)),
             transient=peak + copied + moved,
         )
 

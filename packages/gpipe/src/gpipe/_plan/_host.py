@@ -1,7 +1,8 @@
-"""Plan stages whose parameters are on the host: how many stages a device has, and the bytes on device and host.
+"""Plan what is on the host: saved tensors with ``checkpoint="offload"``, and parameters with ``offload=True``.
 
-A device holds two stages at a time, the one that computes and the next one, so more stages need less memory. Each
-transfer serves all micro-batches, so the transfers of a step take as long with any number of stages.
+With parameters on the host, a device holds two stages at a time, the one that computes and the next one, so more stages
+need less memory. Each transfer serves all micro-batches, so the transfers of a step take as long with any number of
+stages.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ._bytes import DeviceBytes
 from ._fake_devices import LINK
 
 if TYPE_CHECKING:
+    from ._candidate import Candidate
     from ._costs import Measured
 
 STAGES = (3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -32,28 +34,25 @@ NOTE = "bytes: summed over the layers, with the two largest neighboring stages o
 
 @dataclass(frozen=True)
 class Host:
-    """The host, which has the parameters, their gradients and the optimizer's state.
+    """The host.
 
     Attributes:
-        memory: its limit in bytes; None for no limit.
+        memory: its limit in bytes for what a plan keeps there; None for no limit.
         bandwidth: bytes per second between the host and each device, in each direction.
+        parameters: whether it has the parameters, their gradients and the optimizer's state.
     """
 
-    memory: int | None
-    bandwidth: float
+    memory: int | None = None
+    bandwidth: float = LINK.bandwidth
+    parameters: bool = False
 
 
-def read_host(offload: object, memory: int | str | None, bandwidth: float | str | None) -> Host | None:
-    """Return the host for ``offload=True``; None if parameters are on the devices."""
-    if checked_flag("offload", offload):
-        return Host(
-            None if memory is None else read_bytes(memory, "host_memory"),
-            LINK.bandwidth if bandwidth is None else read_bytes(bandwidth, "host_bandwidth"),
-        )
-    for name, given in (("host_memory", memory), ("host_bandwidth", bandwidth)):
-        if given is not None:
-            raise ValueError(f"{name}: requires offload=True, which keeps parameters on the host; got {given!r}")
-    return None
+def read_host(offload: object, memory: int | str | None, bandwidth: float | str | None) -> Host:
+    return Host(
+        None if memory is None else read_bytes(memory, "host_memory"),
+        LINK.bandwidth if bandwidth is None else read_bytes(bandwidth, "host_bandwidth"),
+        checked_flag("offload", offload),
+    )
 
 
 def looped(devices: int, layers: int) -> dict[tuple[int, ...], list[str]]:
@@ -109,16 +108,25 @@ def device_bytes(
     return tuple(found)
 
 
-def host_bytes(measured: Measured) -> int:
-    """Return the bytes of parameters, gradients and the optimizer's state, which are on the host."""
+def parameter_bytes(measured: Measured) -> int:
+    """Return the bytes of parameters, gradients and the optimizer's state, if they are on the host."""
+    if not measured.host.parameters:
+        return 0
     return sum(each.parameter_bytes + each.trainable_bytes for each in measured.profile) + sum(measured.optimizer)
 
 
-def told(host: Host, measured: Measured) -> str:
-    """Return the note of a plan on the host."""
+def told(way: Candidate) -> list[str]:
+    """Return the notes of a plan about what is on the host."""
+    measured, notes = way.costs.measured, list[str]()
+    host, of_parameters = measured.host, parameter_bytes(measured)
     of = "" if host.memory is None else f" of {format_bytes(host.memory)}"
-    return (
-        f"parameters, gradients and the optimizer's state are on the host: {format_bytes(host_bytes(measured))}{of}; "
-        f"links to the host are assumed to send {host.bandwidth / 1e9:.4g} GB/s in each direction, and the time of the "
-        "optimizer is not included"
-    )
+    link = f"links to the host are assumed to send {host.bandwidth / 1e9:.4g} GB/s in each direction"
+    if host.parameters:
+        notes.append(
+            f"parameters, gradients and the optimizer's state are on the host: {format_bytes(of_parameters)}{of}; "
+            f"{link}, and the time of the optimizer is not included"
+        )
+    if saved := way.host_bytes - of_parameters:
+        at_peak = "" if host.parameters else f"; {link}"
+        notes.append(f"up to {format_bytes(saved)} of saved tensors are on the host at a time{at_peak}")
+    return notes

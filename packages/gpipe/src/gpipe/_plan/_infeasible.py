@@ -11,11 +11,10 @@ from profiler.text import format_bytes
 
 from ..schedule._named import BREADTH_FIRST
 from ..timeline._hops import Link
-from ._arguments import MODES, SCHEDULES, placed, read_chunks
+from ._arguments import SCHEDULES, placed, read_chunks, read_modes
 from ._candidate import Candidate, Space
 from ._costs import Measured
-from ._fake_devices import LINK
-from ._host import Host, host_bytes, looped
+from ._host import looped, parameter_bytes
 from ._loss import waiting
 from ._search import nearest
 
@@ -37,23 +36,29 @@ class Infeasible(ValueError):  # noqa: N818 — a result of the search rather th
         self.changes = tuple(changes)
 
 
-def expect_host(host: Host | None, measured: Measured) -> None:
-    """Raise Infeasible if the host has no memory for what is there."""
-    needed = host_bytes(measured)
-    if host is not None and host.memory is not None and (short := needed - host.memory) > 0:
-        change = f"host_memory={needed} ({format_bytes(needed)})"
-        raise Infeasible(
-            f"nothing fits: the host has {format_bytes(host.memory)}, and parameters, gradients and the optimizer's "
-            f"state need {format_bytes(short)} more; what would fit: {change}",
-            None,
-            short,
-            [change],
-        )
+def expect_host(measured: Measured) -> None:
+    """Raise Infeasible if the host has no memory for parameters, gradients and the optimizer's state."""
+    memory, needed = measured.host.memory, parameter_bytes(measured)
+    if memory is not None and needed > memory:
+        raise _of_host(memory, needed, "parameters, gradients and the optimizer's state need")
+
+
+def _of_host(memory: int, needed: int, what: str) -> Infeasible:
+    change = f"host_memory={needed} ({format_bytes(needed)})"
+    return Infeasible(
+        f"nothing fits: the host has {format_bytes(memory)}, and {what} {format_bytes(needed - memory)} more; what "
+        f"would fit: {change}",
+        None,
+        needed - memory,
+        [change],
+    )
 
 
 def explain(space: Space, best: Candidate, devices: Sequence[str]) -> Infeasible:
     """Return the error for a search whose ``best`` candidate does not fit."""
-    share = space.share_of(best)
+    share, host = space.share_of(best), space.measured.host
+    if host.memory is not None and not best.fits_host and share <= 1:
+        return _of_host(host.memory, best.host_bytes, "what is there, with saved tensors of all stages, needs")
     rooms = [(j, room) for j, room in enumerate(space.memory) if room is not None]
     scale = space.scale or (1.0,) * len(space.memory)
     short = {j: round(best.account[j].total * scale[j]) - room for j, room in rooms}
@@ -77,7 +82,7 @@ def explain(space: Space, best: Candidate, devices: Sequence[str]) -> Infeasible
 
 def _something_fits(space: Space) -> bool:
     way = nearest(space)
-    if space.measured.host is None:
+    if not space.measured.host.parameters:
         return way.fits(space.limits)
     sizes = way.costs.device_bytes_with_host(way.sizes, way.modes, way.schedule)
     return replace(way, rehearsed=sizes).fits(space.memory)
@@ -91,8 +96,9 @@ def relaxations(space: Space) -> dict[str, Space]:
     # A profile with a single number of rows does not predict other micro-batch sizes.
     more = [m for m in read_chunks(None, measured.rows) if m > space.chunks[-1]] if measured.profile.others else []
     found: dict[str, Space] = {}
-    if space.modes != MODES:
-        found["checkpoint=None, so that the plan may choose"] = replace(space, modes=MODES)
+    modes = read_modes(None, apart=measured.apart)
+    if space.modes != modes:
+        found["checkpoint=None, so that the plan may choose"] = replace(space, modes=modes)
     if more:
         found[f"chunks up to {more[-1]}"] = replace(space, chunks=[*space.chunks, *more])
     if plain and [*space.schedules] != plain:
@@ -102,13 +108,16 @@ def relaxations(space: Space) -> dict[str, Space]:
         found["a loss_fn that returns gpipe.LossSum, or reduction=, if it is known how losses add up"] = replace(
             space, measured=known, schedules=early
         )
-    if any(measured.optimizer) and measured.host is None:
+    if any(measured.optimizer) and not measured.host.parameters:
         stateless = replace(measured, optimizer=(0,) * measured.layers)
         found["optimizer='sgd', which has no state"] = replace(space, measured=stateless)
-    if measured.host is None and (deeper := [*looped(measured.devices, measured.layers)]):
+    if not measured.host.parameters and (deeper := [*looped(measured.devices, measured.layers)]):
         placement = deeper[-1]  # the most stages, which need the least memory
         on_host = replace(
-            measured, host=Host(None, LINK.bandwidth), placement=placement, links=(Link(),) * len(placement)
+            measured,
+            host=replace(measured.host, parameters=True),
+            placement=placement,
+            links=(Link(),) * len(placement),
         )
         found["offload=True, which keeps parameters on the host"] = replace(
             space, measured=on_host, schedules=[BREADTH_FIRST]

@@ -20,6 +20,7 @@ from ..module._data import expect_data
 from ..module._training import takes_output_alone
 from ..timeline import simulate
 from . import _arguments
+from ._arguments import OFFLOAD
 from ._blocks import Training, with_own_loss
 from ._calibrate import UNSURE, calibrated, train
 from ._candidate import Candidate, Space
@@ -93,7 +94,8 @@ def plan(
         speeds: the relative speed of each device, such as ``[1.0, 0.5]``. By default, GPUs with different names are
             measured, hypothetical devices are estimated from their data sheets, and all others are equally fast.
         chunks, checkpoint, schedule: restrict the search to one or several numbers of chunks, one checkpoint mode for
-            all stages, or one schedule.
+            all stages, or one schedule. By default, ``checkpoint="offload"`` is searched on devices with their own
+            memory, together with the other modes.
         profile: a profile of the layers on a micro-batch, used instead of measuring. It needs ``rows=`` of at least two
             sizes, unless ``chunks`` is the number that it was made with. For hypothetical devices it may lack seconds,
             which are then estimated.
@@ -105,10 +107,10 @@ def plan(
         latency: seconds per transfer between two hypothetical devices; by default 10 µs.
         offload: whether parameters are on the host, as in :class:`gpipe.GPipe`. The search then chooses the number of
             stages per device, with the schedule ``"looped_bfs"``.
-        host_memory: with ``offload``, the host's memory for parameters, gradients and the optimizer's state, in bytes
-            or as text such as ``"64GB"``; by default no limit.
-        host_bandwidth: with ``offload``, bytes per second between the host and each device, in each direction, as a
-            number or text such as ``"25GB"``; by default 25 GB/s. It is not measured.
+        host_memory: the host's memory for saved tensors, and with ``offload`` for parameters, gradients and the
+            optimizer's state, in bytes or as text such as ``"64GB"``; by default no limit.
+        host_bandwidth: bytes per second between the host and each device, in each direction, as a number or text such
+            as ``"25GB"``; by default 25 GB/s. It is not measured.
 
     Returns:
         The plan. ``print`` shows it, and ``.build(model)`` builds the pipe.
@@ -157,7 +159,7 @@ def plan(
         chunks=chunks_to_search(chunks, sample, model),
         memory=_arguments.read_memory(_sizes_of(fake, places) if fake and memory is None else memory, places),
         speeds=_arguments.read_speeds(speeds, len(places)),
-        modes=_arguments.read_modes(checkpoint),
+        modes=_arguments.read_modes(checkpoint, apart=places[0].type != "cpu"),
         optimizer=_arguments.optimizer_bytes(optimizer, found.layers.values()),
         profile=read_profile(profile, found.names, timed=fake is None),
         host=host,
@@ -169,7 +171,20 @@ def plan(
 
 def _planned(request: Request, *, calibrate: bool) -> Plan:
     spaces = measure(request)
-    expect_host(request.host, spaces[0].measured)
+    expect_host(spaces[0].measured)
+    try:
+        return _chosen(request, spaces, calibrate=calibrate)
+    except RuntimeError as error:
+        # Not every operation supports hooks for saved tensors.
+        modes = [mode for mode in request.modes if mode != OFFLOAD]
+        if not calibrate or modes in ([], [*request.modes]):
+            raise
+        found = _chosen(request, [replace(space, modes=modes) for space in spaces], calibrate=calibrate)
+        note = f"checkpoint='offload' was left out, since training with it raised {error!r:.200}"
+        return replace(found, notes=(*found.notes, note))
+
+
+def _chosen(request: Request, spaces: list[Space], *, calibrate: bool) -> Plan:
     found = _search(request, spaces)
     spread = GUESSED if request.fake else UNSURE
     notes = [_source(request, found[0].costs.measured)]
@@ -214,7 +229,7 @@ def _rehearsed(request: Request, way: Candidate) -> Candidate:
 
     With a given profile, or on accelerators, there is no dry run, and the bytes are estimates.
     """
-    if request.host is not None:
+    if request.host.parameters:
         sizes = way.costs.device_bytes_with_host(way.sizes, way.modes, way.schedule)
         return replace(way, rehearsed=sizes, note=NOTE)
     if request.profile is not None or any(place.type not in ("cpu", "meta") for place in request.places):
@@ -271,13 +286,13 @@ def _plan_of(found: Sequence[Candidate], request: Request, spread: Expected, not
         hops=tuple(hops),
         alternatives=tuple(_alternative(best, other, spread.mid) for other in others[:SHOWN]),
         whole_loss=measured.whole_loss,
-        offload=request.host is not None,
+        offload=request.host.parameters,
         notes=(
             *notes,
             request.loss.note(best.schedule, whole=measured.whole_loss),
             best.note,
             *_told_speeds(measured),
-            *([told(request.host, measured)] if request.host else []),
+            *told(best),
         ),
     )
 

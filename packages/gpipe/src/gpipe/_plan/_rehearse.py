@@ -18,6 +18,7 @@ from ..engine._loss_value import LossValue
 from ..engine._settings import inline
 from ..module._step import without_advice
 from ..schedule import Kind, Schedule, replay
+from ._arguments import OFFLOAD
 from ._bytes import DeviceBytes
 from ._candidate import Candidate
 from ._loss import StepLoss
@@ -42,6 +43,8 @@ def rehearsed(model: Planned, x: Any, y: Any, loss: StepLoss, way: Candidate) ->
     # On fake tensors, torch's CPU kernel of an LSTM does not show the memory that it saves for the backward.
     if not way.costs.measured.apart and any(isinstance(each, nn.LSTM) for each in model.module.modules()):
         return replace(way, note=f"{ACCOUNT}; there is no dry run for LSTMs on a CPU")
+    if OFFLOAD in way.modes:
+        return replace(way, note=f"{ACCOUNT}; there is no dry run with checkpoint='offload'")
     try:
         peaks = peaks_of(model, x, y, loss, way, few)
     except Exception as error:
@@ -103,7 +106,7 @@ def tried_pipe(
         devices=devices,
         chunks=chunks,
         checkpoint=way.modes,
-        offload=way.costs.measured.host is not None,
+        offload=way.costs.measured.host.parameters,
     )
     without_advice(pipe)
     # Evaluation mode has no dropout and no recomputation. Norms that are frozen in a training model stay frozen.

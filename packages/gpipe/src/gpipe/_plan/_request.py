@@ -34,7 +34,7 @@ class Request:
         modes: the checkpoint modes to search.
         optimizer: the bytes of the optimizer's state per layer.
         profile: the caller's profile of the layers, if any.
-        host: the host, if parameters are there.
+        host: the host.
     """
 
     model: Planned
@@ -50,7 +50,7 @@ class Request:
     modes: Sequence[str]
     optimizer: Sequence[int]
     profile: Profile | None
-    host: Host | None = None
+    host: Host
 
     @property
     def names(self) -> list[str]:
@@ -79,10 +79,10 @@ def read_places(devices: Any, fake: FakeDevices | None, layers: int) -> list[tor
 
 
 def read_placements(
-    devices: Any, places: Sequence[torch.device], layers: int, schedule: str | None, host: Host | None
+    devices: Any, places: Sequence[torch.device], layers: int, schedule: str | None, host: Host
 ) -> dict[tuple[int, ...], list[str]]:
     """Return the placements of stages to search, with the schedules for each; ValueError if there are none."""
-    if host is not None:
+    if host.parameters:
         return _with_host(places, layers, schedule)
     schedules = read_schedules(schedule)
     # On a plain "cpu" each stage has its own worker, so no two stages share a device.

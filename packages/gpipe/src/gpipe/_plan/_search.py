@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, permutations
 
 from blockpartition import partition
 
 from ..schedule import SPLITTING
+from ._arguments import OFFLOAD
 from ._candidate import Candidate, Space, by_seconds, candidate_of
 from ._costs import Costs, bounds
 from ._options import Options, StageOption
@@ -108,8 +110,27 @@ def even(costs: Costs) -> tuple[Sizes, float]:
 
 
 def best_of(options: Options) -> Candidate | None:
-    sizes = _placed(options)
-    return None if sizes is None else _Way.of(options, sizes).improved().candidate
+    """Return the fastest candidate that a local search finds from a few starts; None if nothing fits."""
+    found = list[Candidate]()
+    for each in _starts(options):
+        sizes = _placed(each)
+        if sizes is not None and (start := _Way.of(each, sizes)).candidate.fits_host:
+            found.append(start.improved().candidate)
+            if {*start.candidate.modes} == {"never"}:
+                break  # other starts are the same
+    return min(found, key=lambda way: way.seconds, default=None)
+
+
+def _starts(options: Options) -> Iterator[Options]:
+    """Yield the options of stages from which local searches start.
+
+    Single changes do not always lead from stages that all offload to stages that all recompute.
+    """
+    modes = options.space.modes
+    if OFFLOAD in modes and len(modes) > 1:
+        space = replace(options.space, modes=[mode for mode in modes if mode != OFFLOAD])
+        yield Options(space, options.costs, options.schedule)
+    yield options
 
 
 class _Way:
@@ -133,12 +154,13 @@ class _Way:
 
     @property
     def seconds(self) -> float:
-        return self.candidate.seconds
+        """The seconds of a step; infinite if the host lacks memory."""
+        return self.candidate.seconds if self.candidate.fits_host else math.inf
 
     def improved(self) -> _Way:
         """Return the fastest one that a local search reaches by single changes."""
         costs = self._options.costs
-        most = REPLAYED if costs.measured.host is None else _LOADED
+        most = _LOADED if costs.measured.host.parameters else REPLAYED
         best, left = self, most // (2 * len(self._sizes) * costs.chunks)
         while left > 0:
             near = sorted((each for each in best.near() if each.bound < best.seconds), key=lambda each: each.bound)
