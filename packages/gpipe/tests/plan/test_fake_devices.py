@@ -19,6 +19,7 @@ from gpipe._plan import _speeds
 from gpipe._plan._candidate import Space
 from gpipe._plan._costs import Measured
 from gpipe._plan._fake_devices import LINK, read_fake
+from gpipe._plan._host import Host
 from gpipe._plan._request import read_placements, read_places
 from gpipe._plan._search import NEAR, search
 from gpipe._plan._speeds import at_full_speed, measured_speeds
@@ -52,7 +53,7 @@ def test_stages_are_searched_on_all_devices_that_have_a_layer(count: int, layers
     devices = f"{count}x80GB"
     places = read_places(devices, read_fake(devices), layers)
     assert places == [torch.device("meta")] * min(count, layers)
-    found = read_placements(devices, places, layers, None, None)
+    found = read_placements(devices, places, layers, None, Host())
     # Two stages on each of several devices in loops and in a V, if there are so many layers, and one.
     assert len(found) == (3 if 1 < len(places) <= layers // 2 else 1)
     assert all({*placement} == {*range(len(places))} for placement in found)
@@ -70,7 +71,7 @@ def test_no_placement_is_much_faster(measured: Measured, count: int, bandwidth: 
             replace(measured, apart=True, placement=placement, links=links_of(placement, fake.link)),
             [1, 2, 4], names, ("never",), (None,) * len(places),
         )
-        for placement, names in read_placements(devices, places, measured.layers, None, None).items()
+        for placement, names in read_placements(devices, places, measured.layers, None, Host()).items()
     ]  # fmt: skip
     found = search(spaces)
     least = min(each.seconds for some in spaces for each in everything(some))

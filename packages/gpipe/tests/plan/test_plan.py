@@ -316,7 +316,7 @@ def test_a_loss_of_the_output_alone(devices: Any, loss_fn: Any) -> None:
         ({"checkpoint": "sometimes"}, ValueError, "checkpoint is not one of"),
         ({"optimizer": "adamm"}, ValueError, "optimizer: expected one of .*'adam'"),
         ({"optimizer": -1}, ValueError, "optimizer: expected a finite, non-negative number of bytes per parameter"),
-        ({"optimizer": None}, TypeError, "optimizer: expected a name such as 'adam'"),
+        ({"optimizer": None}, TypeError, "optimizer: expected a name such as 'adamw'"),
         ({"calibrate": "no"}, TypeError, "calibrate must be True or False"),
         ({"target": torch.zeros(ROWS, 3)}, TypeError, "got a target but no loss_fn"),
         ({"loss_fn": "mse"}, TypeError, "loss_fn must be a function"),

@@ -85,7 +85,7 @@ def plan(
             are estimates.
         bandwidth: Bytes per second between two fake devices, such as 50GB.
         latency: Seconds of latency between two fake devices.
-        optimizer: The optimizer, such as adam or sgd, for the memory of its state.
+        optimizer: The optimizer, such as adamw, sgd or adamw_8bit, for the memory of its state.
         memory: The memory limit of all devices, or one per device, such as 80GB or 24GiB.
         speeds: The relative speed of each device, such as 1 0.5.
         chunks: Numbers of micro-batches to try.

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from microbatch import Batch, check, scatter
-from profiler.memory import is_plain
 
 from ..module._arguments import checked_chunks, checked_mode, listed
 from ..module._cut import checked, expect_same_rows
 from ..schedule import looped_placement
 from ..schedule._named import BREADTH_FIRST, expect_name, usual_placement
-
-STATES = {
-    "sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1, "adadelta": 2, "adam": 2, "adamw": 2, "adamax": 2, "nadam": 2,
-    "radam": 2, "amsgrad": 3,
-}  # fmt: skip
-"""The size of an optimizer's state, as a multiple of the size of its parameters."""
 
 SCHEDULES = ("1f1b", "zero_bubble", "fill_drain", "interleaved", "interleaved_zero_bubble", "zbv")
 """The schedules to search. If several are equally fast, the first one is preferred."""
@@ -50,18 +41,6 @@ def expect_rows(sample: Any) -> None:
     if not shapes or not all(shape and shape[0] for shape in shapes):
         found = ", ".join(map(str, shapes)) or repr(sample)
         raise ValueError(f"sample: expected a mini-batch of tensors with at least one row, got shapes {found}")
-
-
-def expect_sizes(model: nn.Module) -> None:
-    """Raise ValueError if a weight on ``meta`` is packed only when its values arrive, so that its size is not known."""
-    for name, parameter in model.named_parameters():
-        is_inner = is_traceable_wrapper_subclass(parameter)
-        if parameter.is_meta and not is_inner and not is_plain(parameter):
-            raise ValueError(
-                f"model: {name!r} is a {type(parameter).__name__} on 'meta', whose size is known only once it is "
-                "quantized; plan with a model that has its weights, on the host, such as "
-                "from_pretrained(..., quantization_config=...)"
-            )
 
 
 def rows_of(sample: Any) -> int:
@@ -191,31 +170,3 @@ def read_modes(checkpoint: str | None, *, apart: bool) -> Sequence[str]:
     if checkpoint is not None:
         return (checked_mode(checkpoint),)
     return (*MODES, OFFLOAD) if apart else MODES
-
-
-def optimizer_bytes(optimizer: str | float, layers: Iterable[nn.Module]) -> list[int]:
-    """Return the bytes of the optimizer's state per layer. A shared parameter counts for its first layer."""
-    state = _state_of(optimizer)
-    seen, found = set[nn.Parameter](), list[int]()
-    for layer in layers:
-        own = {p for p in layer.parameters() if p.requires_grad} - seen
-        seen |= own
-        found.append(round(sum(map(state, own))))
-    return found
-
-
-def _state_of(optimizer: str | float) -> Callable[[nn.Parameter], float]:
-    if isinstance(optimizer, str):
-        times = STATES.get(optimizer.lower())
-        if times is None:
-            known = ", ".join(map(repr, STATES))
-            raise ValueError(f"optimizer: expected one of {known}, got {optimizer!r}")
-        return lambda parameter: times * parameter.nbytes
-    if isinstance(optimizer, bool) or not isinstance(optimizer, (int, float)):
-        raise TypeError(
-            "optimizer: expected a name such as 'adam', or the bytes of its state per parameter, such as 8; "
-            f"got {optimizer!r}"
-        )
-    if not 0 <= optimizer < float("inf"):
-        raise ValueError(f"optimizer: expected a finite, non-negative number of bytes per parameter, got {optimizer!r}")
-    return lambda parameter: optimizer * parameter.numel()

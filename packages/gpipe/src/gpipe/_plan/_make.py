@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from profiler import Profile
 from profiler.sandbox import copied
@@ -31,6 +32,8 @@ from ._host import NOTE, read_host, told
 from ._infeasible import expect_host, explain
 from ._loss import read_loss
 from ._measure import measure
+from ._optimizer import optimizer_bytes
+from ._packed import with_packed
 from ._plan import Plan, remembering
 from ._planned import as_input, planned
 from ._rehearse import ACCOUNT, rehearsed
@@ -50,7 +53,7 @@ def plan(
     target: Any = None,
     loss_fn: Callable[..., Any] | None = None,
     reduction: str | None = None,
-    optimizer: str | float = "adam",
+    optimizer: str | float | type[Optimizer] | Optimizer = "adam",
     memory: int | str | Sequence[int | str | None] | None = None,
     speeds: Sequence[float] | None = None,
     chunks: int | Iterable[int] | None = None,
@@ -88,7 +91,8 @@ def plan(
             ``"fill_drain"``. Without ``loss_fn``, the model's own loss is used if its forward computes one; otherwise
             the loss counts as free. If ``loss_fn`` is a module, a copy is called. Any other object with state, such as
             a metric, may contain fake tensors afterwards.
-        optimizer: determines the size of its state: a name such as ``"adam"`` or ``"sgd"``, or bytes per parameter.
+        optimizer: determines the size of its state: a name such as ``"adamw"``, ``"sgd"`` or ``"adamw_8bit"``, an
+            optimizer or its class, or the bytes per trained parameter.
         memory: the limit of each device, in bytes or as text such as ``"24GiB"``; one for all devices, or a list. The
             default is the memory of a GPU or a hypothetical device, and no limit for a CPU.
         speeds: the relative speed of each device, such as ``[1.0, 0.5]``. By default, GPUs with different names are
@@ -133,7 +137,7 @@ def plan(
         raise TypeError("model: expected a model, got a pipe; pass its layers, pipe[:]")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Sequential or another nn.Module, got {type(model).__name__}")
-    _arguments.expect_sizes(model)
+    model = with_packed(model)
     sample = replicated(as_input(model, sample), "sample")
     _arguments.expect_rows(sample)
     calibrate = checked_flag("calibrate", calibrate)
@@ -160,7 +164,7 @@ def plan(
         memory=_arguments.read_memory(_sizes_of(fake, places) if fake and memory is None else memory, places),
         speeds=_arguments.read_speeds(speeds, len(places)),
         modes=_arguments.read_modes(checkpoint, apart=places[0].type != "cpu"),
-        optimizer=_arguments.optimizer_bytes(optimizer, found.layers.values()),
+        optimizer=optimizer_bytes(optimizer, found.layers.values()),
         profile=read_profile(profile, found.names, timed=fake is None),
         host=host,
     )
