@@ -1,0 +1,135 @@
+"""Actions as integers, so that a search can replay many orders of them in a second.
+
+The number of an action is ``(slot * n + stage) * m + microbatch``, where ``slot`` is the index of its kind in
+:data:`SLOTS`. An **order** has a list of these numbers for each worker.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from ._actions import Action, Kind, Step, Walk
+from ._problem import Problem
+from ._replay import Lane
+
+SLOTS = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+F, R, B, I, W = range(len(SLOTS))  # noqa: E741
+
+Order = list[list[int]]
+"""The actions of each worker, in order, as numbers."""
+
+
+class Coded:
+    """Tables of a problem that are indexed by the numbers of actions.
+
+    Attributes:
+        took: the duration of each action.
+        change: by how many bytes it changes what its worker holds.
+        inbox, outbox: the index of the arrival that it waits for, and of the one that it sends.
+        hop: the transfer time of what it sends.
+        receiver: the worker that it sends to; -1 if no stage waits for it.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        m, n = problem.microbatches, problem.stages
+        self._unknown = [-1.0] * (2 * n * m) + [0.0, 0.0]
+        # The input of the first stage, and the gradient of the loss, are available from the start.
+        self._unknown[:m] = self._unknown[(2 * n - 1) * m : 2 * n * m] = [0.0] * m
+        there, nowhere = 2 * n * m, 2 * n * m + 1
+        self.took, self.hop = list[float](), list[float]()
+        self.change, self.receiver = list[int](), list[int]()
+        self.inbox, self.outbox = list[int](), list[int]()
+        for slot, kind in enumerate(SLOTS):
+            for j in range(n):
+                sends = problem.hops[j] if slot in (B, I) else problem.hops[j + 1] if slot == F and j + 1 < n else 0.0
+                self.took += [problem.seconds[j][kind]] * m
+                self.hop += [sends] * m
+                self.change += [problem.changes(j, i)[kind] for i in range(m)]
+                for i in range(m):
+                    forward, gradient = j * m + i, (n + j) * m + i
+                    self.inbox.append(forward if slot == F else gradient if slot in (B, I) else there)
+                to = j + 1 if slot == F and j + 1 < n else j - 1 if slot in (B, I) else -1
+                self.receiver += [problem.placement[to] if to >= 0 else -1] * m
+                self.outbox += [nowhere] * m if to < 0 else [((0 if slot == F else n) + to) * m + i for i in range(m)]
+
+    def unknown(self) -> list[float]:
+        """Return the arrival of each input, negative until it is known."""
+        return self._unknown.copy()
+
+    def order_of(self, lanes: Iterable[Lane]) -> Order:
+        m, n = self.problem.microbatches, self.problem.stages
+        slots = {kind: slot for slot, kind in enumerate(SLOTS)}
+        return [[(slots[kind] * n + j) * m + i for j, (kind, i) in lane] for lane in lanes]
+
+    def walk_of(self, order: Order) -> Walk:
+        m, n = self.problem.microbatches, self.problem.stages
+        return tuple(
+            tuple(Step(code // m % n, Action(SLOTS[code // (m * n)], code % m)) for code in line) for line in order
+        )
+
+    def replay(self, order: Order) -> tuple[float, list[float]] | None:
+        """Return the makespan and the start of each action by its number; None if the workers wait forever.
+
+        Same as :func:`gpipe.schedule.replay`, in a third of the time.
+        """
+        arrivals, starts = self.unknown(), [0.0] * len(self.took)
+        took, inbox, outbox, hop = self.took, self.inbox, self.outbox, self.hop
+        clocks, at, lengths = [0.0] * len(order), [0] * len(order), [*map(len, order)]
+        workers = list(range(len(order)))
+        left, before = sum(lengths), -1
+        while left and left != before:
+            before = left
+            for r in workers:
+                line, k, clock = order[r], at[r], clocks[r]
+                first, length = k, lengths[r]
+                while k < length:
+                    code = line[k]
+                    arrival = arrivals[inbox[code]]
+                    if arrival < 0:
+                        break
+                    if arrival > clock:
+                        clock = arrival
+                    starts[code] = clock
+                    clock += took[code]
+                    arrivals[outbox[code]] = clock + hop[code]
+                    k += 1
+                left -= k - first
+                at[r], clocks[r] = k, clock
+            workers.reverse()
+        return None if left else (max(clocks, default=0.0), starts)
+
+    def makespan(self, order: Order) -> float:
+        """Return the makespan of an order, infinity if the workers wait forever."""
+        found = self.replay(order)
+        return math.inf if found is None else found[0]
+
+    def period(self, starts: Sequence[float]) -> float:
+        """Return the time from one micro-batch to the next in the middle of a replay, at least the largest load."""
+        m, n = self.problem.microbatches, self.problem.stages
+        slot = I if self.problem.split[-1] else B
+        first, last = m // 4, 3 * m // 4
+        backwards = starts[(slot * n + n - 1) * m :]
+        passed = (backwards[last] - backwards[first]) / max(1, last - first)
+        return max(passed, *self.problem.loads)
+
+    def peaks(self, order: Order) -> list[int]:
+        """Return the most bytes that each worker holds."""
+        return [self._peak(line) for line in order]
+
+    def _peak(self, line: Sequence[int]) -> int:
+        held = most = 0
+        for code in line:
+            held += self.change[code]
+            most = max(most, held)
+        return most
+
+    def fits(self, order: Order) -> bool:
+        """Return whether no worker holds more than its limit."""
+        return all(self.fits_on(r, line) for r, line in enumerate(order))
+
+    def fits_on(self, worker: int, line: Sequence[int]) -> bool:
+        """Return whether the worker holds no more than its limit if it runs ``line``."""
+        limit = self.problem.limits[worker]
+        return limit is None or self._peak(line) <= limit
