@@ -110,7 +110,9 @@ def lay(coded: Coded, rule: Rule) -> Order:
         if (receiver := coded.receiver[code]) >= 0:
             arrivals[outbox[code]] = arrival = end + hop[code]
             heappush(events, (arrival, receiver))
-    return [worker.line for worker in workers]
+    order = [worker.line for worker in workers]
+    assert sum(map(len, order)) == problem.actions
+    return order
 
 
 class _Stage:
@@ -122,18 +124,20 @@ class _Stage:
         stop: the number of the first backward that needs no recomputation.
         is_recomputed: whether the micro-batch of the next backward is recomputed.
         ahead: the number of cells that wait for their backward.
+        done: the number of backwards, without those for the weights.
         late: the number of weight gradients that are not computed, although their input gradients are.
     """
 
     __slots__ = (
-        "ahead", "backward", "backward_key", "forward", "forward_key", "is_recomputed", "last", "late", "recompute",
-        "stop", "weight",
+        "ahead", "backward", "backward_key", "done", "forward", "forward_key", "is_recomputed", "last", "late",
+        "recompute", "stop", "weight",
     )  # fmt: skip
 
     def __init__(self, coded: Coded, rule: Rule, index: int) -> None:
         problem = coded.problem
         m, n = problem.microbatches, problem.stages
-        self.ahead, self.late, self.is_recomputed = 0, 0, False
+        self.ahead = self.done = self.late = 0
+        self.is_recomputed = False
         self.forward, self.recompute, self.weight = ((slot * n + index) * m for slot in (F, R, W))
         self.backward = ((I if problem.split[index] else B) * n + index) * m
         self.last = self.forward + m - 1
@@ -205,8 +209,7 @@ class _Worker:
 
     def _is_next(self, stage: _Stage) -> bool:
         """Return whether the worker's later stages are done with the micro-batch that ``stage`` would recompute."""
-        i, m = stage.recompute % self._m, self._m
-        return all(other is stage or other.weight % m + other.late > i for other in self._all[self._all.index(stage) :])
+        return all(later.done > stage.done for later in self._all[self._all.index(stage) + 1 :])
 
     def _admits(self, code: int) -> bool:
         """Return whether the action fits into memory, and all micro-batches in flight could then be finished."""
@@ -222,7 +225,7 @@ class _Worker:
         """Return whether all micro-batches can be finished, the oldest first, after the next action of one of them."""
         first, limit, size, cells = self._all[0], self._limit, 0, 0
         newest = min(first.forward, first.last) % self._m
-        for i in range(newest, newest - first.ahead - 1, -1):
+        for i in range(newest, first.done - 1, -1):
             held, more, own, further = self._demands[i][self._at[i] + (i == microbatch)]
             size += held
             cells += own
@@ -256,6 +259,7 @@ class _Worker:
 
     def _end_backward(self, stage: _Stage, *, is_split: bool) -> None:
         stage.backward += 1
+        stage.done += 1
         stage.ahead -= 1
         stage.late += is_split
         stage.is_recomputed = False

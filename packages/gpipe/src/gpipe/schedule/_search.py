@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
-from operator import itemgetter
 from typing import TypeVar
 
 from ._actions import Kind
@@ -29,8 +28,6 @@ from ._replay import KindSeconds
 from ._schedule import Schedule, programs_of
 
 Way = TypeVar("Way", Rule, Pace)
-Scored = tuple[float, Order]
-"""An order and its makespan."""
 
 _ENOUGH = 1e6  # for any number of forwards in advance
 _RULES = [Rule(*each) for each in product((1.0, 2.0, 1.5, _ENOUGH), (_ENOUGH, 1.0, 0.0), (0.0, 0.5), (False, True))]
@@ -116,15 +113,16 @@ def search(
 def best_order(coded: Coded) -> Order:
     """Return the fastest order that is found and fits; a named one if no other is faster."""
     problem, bound = coded.problem, bound_of(coded.problem)
-    known = sorted(_named_orders(coded), key=itemgetter(0))[:1]
-    if known and known[0][0] <= bound:
-        return known[0][1]
+    # The bound is a sum in a different order than a replay's.
+    bound *= 1 + 1e-9
+    known = sorted(_named_orders(coded), key=coded.score)[:1]
+    if known and coded.makespan(known[0]) <= bound:
+        return known[0]
     small = Coded(_with_fewer(problem))
     ways = [*_best_of(coded, small, _RULES, lay, _LAID), *_best_of(coded, small, _PACES, periodic, _PACED)]
-    starts = sorted([*known, *ways], key=itemgetter(0))
-    replays = _REPLAYED // problem.actions // len(starts)
-    found = [starts[0][1], *(improved(coded, order, replays, bound) for _, order in starts)]
-    return min(found, key=coded.makespan)
+    starts = [*known, *ways]
+    replays = _REPLAYED // problem.actions // max(1, len(starts))
+    return min([*known, *(improved(coded, order, replays, bound) for order in starts)], key=coded.score)
 
 
 def bound_of(problem: Problem) -> float:
@@ -137,7 +135,7 @@ def bound_of(problem: Problem) -> float:
     return max(arrivals[own[0]] + m * load + recomputed for own, load, recomputed in busy)
 
 
-def _named_orders(coded: Coded) -> Iterator[Scored]:
+def _named_orders(coded: Coded) -> Iterator[Order]:
     """Yield the named schedules that suit the placement and fit."""
     problem = coded.problem
     split = [j for j, is_split in enumerate(problem.split) if is_split]
@@ -148,12 +146,12 @@ def _named_orders(coded: Coded) -> Iterator[Scored]:
             continue
         order = coded.order_of(own)
         if coded.fits(order):
-            yield coded.makespan(order), order
+            yield order
 
 
 def _best_of(
     coded: Coded, small: Coded, ways: Sequence[Way], made: Callable[[Coded, Way], Order], actions: int
-) -> list[Scored]:
+) -> list[Order]:
     """Return the orders of the best ways that fit, compared on fewer micro-batches.
 
     Args:
@@ -169,7 +167,7 @@ def _best_of(
         if found is not None and small.fits(order):
             ranked.append((found[0] + more * small.period(found[1]), number))
     orders = (made(coded, ways[number]) for _, number in sorted(ranked)[:_KEPT])
-    return [(coded.makespan(order), order) for order in orders if coded.fits(order)]
+    return [order for order in orders if coded.fits(order)]
 
 
 def _with_fewer(problem: Problem) -> Problem:
