@@ -1,4 +1,4 @@
-"""Predict the time of a step under a schedule from the times of its stages, and search one, without running anything."""
+"""Predict the time of a step under a schedule from the times of its stages, or search one. Nothing is run."""
 
 from .timeline._costs import StageCost as StageCost
 from .timeline._costs import stage_costs as stage_costs

@@ -129,7 +129,7 @@ def choose_by_search(
         return Choice(name, tuple(sorted(may_split)) if name in SPLITTING else ())
     split, of_stages = worth_splitting(seconds, may_split), [_of_stage(seconds, j) for j in range(n)]
     usual = named(name, microbatches, placement, checkpoint_stop, split)
-    most = max(in_flight([step.action for step in steps]) for steps in usual.on(placement))
+    most = max(in_flight(tuple(step.action for step in steps)) for steps in usual.on(placement))
     found = search(
         microbatches,
         placement,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ._coded import Coded, F, I, Order, W
+from ._coded import Coded, Order, W
 
 Exchange = tuple[int, int, bool]
 """A worker, a position, and whether all pairs of actions like the one at this position and the next are exchanged."""

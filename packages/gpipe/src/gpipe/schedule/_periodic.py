@@ -83,25 +83,26 @@ def periodic(coded: Coded, pace: Pace) -> Order:
 
 
 def _placed(problem: Problem, pace: Pace) -> tuple[float, list[tuple[float, int, int]]]:
-    """Return the period, and the start, slot and stage of each action of micro-batch 0, in the order of dependencies."""
+    """Return the period, and the start, slot and stage of each action of micro-batch 0, sorted by dependencies."""
     durations, mean = _durations(problem, pace)
     loads = [sum(sum(durations[j].values()) for j in own) for own in problem.owned]
     period = max(max(loads) * pace.period, 1e-9)
     calendars = [_Calendar(period) for _ in range(problem.workers)]
     onward, back = (each * mean for each in pace.stretch)
-    placed, ready = list[tuple[float, int, int]](), 0.0
+    placed, ends, ready = list[tuple[float, int, int]](), list[float](), 0.0
     for j in range(problem.stages):
         took = durations[j][F]
         start = calendars[problem.placement[j]].place(ready, took)
         placed.append((start, F, j))
-        ready = start + took + onward + _hop(problem, j + 1)
-    ready -= onward
+        ends.append(start + took)
+        ready = ends[-1] + onward + _hop(problem, j + 1)
+    ready = ends[-1]
     late = list[tuple[float, int]]()
     for j in reversed(range(problem.stages)):
         own, calendar = durations[j], calendars[problem.placement[j]]
         slot = I if problem.split[j] else B
-        # A recomputation ends when the gradient arrives, if it can.
-        start = calendar.place(max(ready - own[R], 0.0), own[R] + own[slot])
+        # A recomputation ends when the gradient arrives, if the forward ends early enough.
+        start = calendar.place(max(ready - own[R], ends[j]), own[R] + own[slot])
         placed += [(start, R, j), (start + own[R], slot, j)]
         end = start + own[R] + own[slot]
         ready = end + back + _hop(problem, j)

@@ -10,7 +10,6 @@ The search is deterministic: its effort is counted in actions, not in seconds.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
