@@ -26,7 +26,7 @@ def most(timeline: Timeline, worker: int) -> int:
     held, found = dict[int, int](), 0
     for event in sorted(timeline.events, key=lambda event: event.start):
         if event.device == f"device {worker}":
-            held[event.stage] = event.alive or 0
+            held[event.stage] = event.held_bytes or 0
             found = max(found, sum(held.values()))
     return found
 

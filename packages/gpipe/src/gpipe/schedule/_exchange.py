@@ -59,7 +59,7 @@ def _exchanges(coded: Coded, order: Order, starts: list[float]) -> Iterator[Exch
 
 
 def _critical(coded: Coded, order: Order, starts: list[float]) -> list[tuple[int, int]]:
-    """Return where on the critical path an action waits for the previous one of its worker: the position of that one."""
+    """Return the worker and position of each action that the next one on the critical path waits for on its worker."""
     m, n, took, hop = coded.problem.microbatches, coded.problem.stages, coded.took, coded.hop
     position = {code: (r, k) for r, line in enumerate(order) for k, code in enumerate(line)}
     senders = {coded.outbox[code]: code for line in order for code in line}

@@ -37,7 +37,7 @@ class Rule(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """What a micro-batch holds on a worker at a point of its way, and what it needs in addition to finish from there."""
+    """What a micro-batch holds on a worker at a point of its way, and what it needs in addition to finish."""
 
     bytes: int
     more_bytes: int
@@ -268,7 +268,7 @@ class _Worker:
 
 
 def _cells_ahead(problem: Problem, rule: Rule, worker: int) -> int:
-    """Return the most cells that a worker may have between their forward and their backward; one of each stage at least."""
+    """Return the most cells that a worker may have between forward and backward; at least one of each stage."""
     own, n = problem.owned[worker], problem.stages
     # With a single stage, 1F1B holds n - j; with several, interleaved zero bubble and ZB-V hold n.
     needed = 1 + rule.ahead * (n - 1 - own[0]) if len(own) == 1 else rule.ahead * n

@@ -29,11 +29,16 @@ from ._schedule import Schedule, programs_of
 Way = TypeVar("Way", Rule, Pace)
 
 _ENOUGH = 1e6  # for any number of forwards in advance
-_RULES = [Rule(*each) for each in product((1.0, 2.0, 1.5, _ENOUGH), (_ENOUGH, 1.0, 0.0), (0.0, 0.5), (False, True))]
+_RULES = [
+    Rule(ahead, lag, patience, forward_first)
+    for lag, patience, ahead, forward_first in product(
+        (_ENOUGH, 1.0, 0.0), (0.0, 0.5), (1.0, 2.0, 1.5, _ENOUGH), (False, True)
+    )
+]
 _STRETCHES = (0.0, 0.0), (0.25, 0.25), (1.0, 0.0), (1.0, 1.0), (0.5, 0.5), (0.0, 1.0)
 _PACES = [Pace(*each) for each in product((1.0, 1.05, 1.1, 1.2, 1.4, 1.6, 2.0, 2.5), _STRETCHES, (False, True))]
 
-_LAID, _PACED, _REPLAYED = 30_000, 120_000, 200_000
+_LAID, _PACED, _REPLAYED = 25_000, 100_000, 150_000
 """How many actions are laid by rules, put into periodic orders, and replayed in exchanges."""
 
 _KEPT = 3
