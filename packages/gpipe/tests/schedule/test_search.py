@@ -192,6 +192,11 @@ def test_arguments_are_checked() -> None:
             search(3, [0, 1], **wrong)
     with pytest.raises(ValueError, match=r"memory: expected one number, or one per worker \(2\), got 3"):
         search(3, [0, 1], memory=[1, 2, 3])
+    with pytest.raises(ValueError, match="seconds: expected the duration of a recompute of stage 0"):
+        search(3, [0, 1], [{Kind.FORWARD: 1.0}] * 2)
+    for unfit in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="hops: expected finite, non-negative numbers"):
+            search(3, [0, 1], hops=[0.0, unfit])
     with pytest.raises(ValueError, match="checkpoint_stop: expected one number, or one per stage"):
         search(3, [0, 1], checkpoint_stop=[1])
 

@@ -103,8 +103,10 @@ def _placed(problem: Problem, pace: Pace) -> tuple[float, list[tuple[float, int,
         slot = I if problem.split[j] else B
         # A recomputation ends when the gradient arrives, if the forward ends early enough.
         start = calendar.place(max(ready - own[R], ends[j]), own[R] + own[slot])
-        placed += [(start, R, j), (start + own[R], slot, j)]
-        end = start + own[R] + own[slot]
+        # The maximum, because a rounding error must not put the backward before that of the next stage.
+        begin = max(start + own[R], ready)
+        placed += [(start, R, j), (begin, slot, j)]
+        end = begin + own[slot]
         ready = end + back + _hop(problem, j)
         if problem.split[j]:
             late.append((end, j))

@@ -9,7 +9,7 @@ from functools import cached_property
 from ._actions import Kind
 from ._replay import KindSeconds
 
-Limits = int | None | Sequence[int | None]
+Limits = float | None | Sequence[float | None]
 """The most bytes that a worker may hold: one number for all workers, or one per worker; None is no limit."""
 
 
@@ -35,7 +35,7 @@ class Problem:
     hops: tuple[float, ...]
     whole: tuple[int, ...]
     bare: tuple[int, ...]
-    limits: tuple[int | None, ...]
+    limits: tuple[float | None, ...]
     stops: tuple[int, ...]
     split: tuple[bool, ...]
 

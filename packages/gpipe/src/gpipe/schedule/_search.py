@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
+from math import isfinite
 from typing import TypeVar
 
 from ._actions import Kind
-from ._coded import Coded, Order
+from ._coded import SLOTS, Coded, Order
 from ._exchange import improved
 from ._greedy import Rule, lay, least_bytes
 from ._modes import Stops, stop_of_each
@@ -66,7 +67,8 @@ def search(
     Args:
         microbatches: m, the number of micro-batches.
         placement: the worker of each stage, counted from 0.
-        seconds: the durations of the actions of each stage, by kind; 1 each by default, and 2 of an unsplit backward.
+        seconds: the durations of the actions of each stage, by kind: forward, recompute, backward and its two parts. By
+            default 1 each, and 2 of an unsplit backward.
         hops: the transfer time from the previous stage to each stage, and of a gradient back to it; 0 by default.
         activation_bytes: bytes that each stage saves for the backward of a micro-batch; 1 by default, so ``memory``
             counts micro-batches in flight.
@@ -108,6 +110,7 @@ def search(
         stops=tuple(min(max(0, stop), microbatches) for stop in stop_of_each(checkpoint_stop, n)),
         split=tuple(split is None or j in split for j in range(n)),
     )
+    _expect_costs(problem.seconds, problem.hops, problem.whole, problem.bare)
     _expect_room(problem, numbers)
     coded = Coded(problem)
     walk = coded.walk_of(best_order(coded))
@@ -191,9 +194,23 @@ def _expect_one_each(stages: int, **arguments: Sequence[object] | None) -> None:
             raise ValueError(f"{name}: expected one per stage ({stages}), got {len(given)}")
 
 
-def _limits(memory: Limits, numbers: Sequence[int]) -> tuple[int | None, ...]:
+def _expect_costs(seconds: KindSeconds, hops: Sequence[float], whole: Sequence[int], bare: Sequence[int]) -> None:
+    for j, durations in enumerate(seconds):
+        for kind in SLOTS:
+            if kind not in durations:
+                raise ValueError(
+                    f"seconds: expected the duration of a {kind.label} of stage {j}, got {dict(durations)}"
+                )
+    found = {"seconds": [each[kind] for each in seconds for kind in SLOTS], "hops": hops}
+    for name, numbers in {**found, "activation_bytes": whole, "boundary_bytes": bare}.items():
+        for number in numbers:
+            if not (isfinite(number) and number >= 0):
+                raise ValueError(f"{name}: expected finite, non-negative numbers, got {number!r}")
+
+
+def _limits(memory: Limits, numbers: Sequence[int]) -> tuple[float | None, ...]:
     """Return the limit of each worker that has stages."""
-    if memory is None or isinstance(memory, int):
+    if memory is None or isinstance(memory, (int, float)):
         return (memory,) * len(numbers)
     if len(memory) != numbers[-1] + 1:
         raise ValueError(f"memory: expected one number, or one per worker ({numbers[-1] + 1}), got {len(memory)}")
