@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import product
 
 from ._actions import Action, Kind, Step, Walk
 from ._problem import Problem
@@ -15,6 +16,8 @@ from ._replay import Lane
 
 SLOTS = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 F, R, B, I, W = range(len(SLOTS))  # noqa: E741
+
+_SLOT_OF = {kind: slot for slot, kind in enumerate(SLOTS)}
 
 Order = list[list[int]]
 """The actions of each worker, in order, as numbers."""
@@ -41,29 +44,26 @@ class Coded:
         self.took, self.hop = list[float](), list[float]()
         self.change, self.receiver = list[int](), list[int]()
         self.inbox, self.outbox = list[int](), list[int]()
-        for slot, kind in enumerate(SLOTS):
-            for j in range(n):
-                sends = problem.hops[j] if slot in (B, I) else problem.hops[j + 1] if slot == F and j + 1 < n else 0.0
-                self.took += [problem.seconds[j][kind]] * m
-                self.hop += [sends] * m
-                self.change += [problem.changes(j, i)[kind] for i in range(m)]
-                for i in range(m):
-                    forward, gradient = j * m + i, (n + j) * m + i
-                    self.inbox.append(forward if slot == F else gradient if slot in (B, I) else there)
-                to = j + 1 if slot == F and j + 1 < n else j - 1 if slot in (B, I) else -1
-                self.receiver += [problem.placement[to] if to >= 0 else -1] * m
-                self.outbox += [nowhere] * m if to < 0 else [((0 if slot == F else n) + to) * m + i for i in range(m)]
+        for (slot, kind), j in product(enumerate(SLOTS), range(n)):
+            to = _next_stage(slot, j, n)
+            self.took += [problem.seconds[j][kind]] * m
+            self.change += [problem.changes(j, i)[kind] for i in range(m)]
+            self.hop += [0.0 if to is None else problem.hops[max(j, to)]] * m
+            self.receiver += [-1 if to is None else problem.placement[to]] * m
+            self.inbox += [there] * m if slot in (R, W) else _arrivals(slot, j, m, n)
+            self.outbox += [nowhere] * m if to is None else _arrivals(slot, to, m, n)
 
     def unknown(self) -> list[float]:
         """Return the arrival of each input, negative until it is known."""
         return self._unknown.copy()
 
     def order_of(self, lanes: Iterable[Lane]) -> Order:
+        """Return the order of actions that the workers run in ``lanes``."""
         m, n = self.problem.microbatches, self.problem.stages
-        slots = {kind: slot for slot, kind in enumerate(SLOTS)}
-        return [[(slots[kind] * n + j) * m + i for j, (kind, i) in lane] for lane in lanes]
+        return [[(_SLOT_OF[kind] * n + j) * m + i for j, (kind, i) in lane] for lane in lanes]
 
     def walk_of(self, order: Order) -> Walk:
+        """Return the order as a walk; the inverse of :meth:`order_of`."""
         m, n = self.problem.microbatches, self.problem.stages
         return tuple(
             tuple(Step(code // m % n, Action(SLOTS[code // (m * n)], code % m)) for code in line) for line in order
@@ -133,3 +133,16 @@ class Coded:
         """Return whether the worker holds no more than its limit if it runs ``line``."""
         limit = self.problem.limits[worker]
         return limit is None or self._peak(line) <= limit
+
+
+def _next_stage(slot: int, stage: int, stages: int) -> int | None:
+    """Return the stage that waits for the result of an action, if there is one."""
+    if slot == F:
+        return stage + 1 if stage + 1 < stages else None
+    return stage - 1 if slot in (B, I) and stage else None
+
+
+def _arrivals(slot: int, stage: int, m: int, n: int) -> range:
+    """Return the indices of the inputs that a stage's forwards or backwards wait for, one per micro-batch."""
+    first = (stage if slot == F else n + stage) * m
+    return range(first, first + m)

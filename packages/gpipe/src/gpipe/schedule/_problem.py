@@ -59,8 +59,15 @@ class Problem:
 
     @cached_property
     def loads(self) -> tuple[float, ...]:
-        """The seconds that each worker computes for one micro-batch that is not checkpointed."""
-        return tuple(sum(sum(self.seconds[j][kind] for kind in self.kinds(j)) for j in own) for own in self.owned)
+        """The least seconds that each worker computes for one micro-batch that is not checkpointed."""
+        return tuple(sum(map(self._load, own)) for own in self.owned)
+
+    def _load(self, stage: int) -> float:
+        seconds = self.seconds[stage]
+        # Some schedules run the backward of a stage unsplit in some micro-batches.
+        parts = seconds[Kind.BACKWARD_INPUT] + seconds[Kind.BACKWARD_WEIGHT]
+        whole = seconds[Kind.BACKWARD]
+        return seconds[Kind.FORWARD] + (min(whole, parts) if self.split[stage] else whole)
 
     def kinds(self, stage: int) -> tuple[Kind, ...]:
         """Return the kinds of the actions that the stage runs on each micro-batch."""
