@@ -97,7 +97,7 @@ class Found(NamedTuple):
 
 
 def run(options: argparse.Namespace) -> Iterator[Report]:
-    """A row for each number of workers and micro-batches, and a summary."""
+    """A row for each number of workers and micro-batches, and a summary. Searches are in seconds of the processor."""
     found = {name: [*_found(place, options)] for name, place in PLACEMENTS.items()}
     tables = [_summary(found), *(_table(name, each) for name, each in found.items()), _in_v(options)]
     figures = {}
@@ -114,9 +114,9 @@ def _found(place: object, options: argparse.Namespace) -> Iterator[Found]:
     for (workers, m), costs, limit in product(sizes, COSTS, LIMITS):
         case = Case(workers, m, costs, limit, place(workers))
         best = min(_named(case), default=(None, None))
-        start = time.perf_counter()
+        start = time.process_time()
         schedule = case.searched()
-        yield Found(case, best[1], best[0], schedule, time.perf_counter() - start)
+        yield Found(case, best[1], best[0], schedule, time.process_time() - start)
 
 
 def _named(case: Case) -> Iterator[tuple[float, str]]:
@@ -130,14 +130,23 @@ def _named(case: Case) -> Iterator[tuple[float, str]]:
 
 
 def _summary(found: dict[str, list[Found]]) -> Table:
-    columns = ("stages", "memory", "cases", "a named one fits", "mean ratio", "worst ratio", "longest search")
+    columns = (
+        "stages",
+        "memory",
+        "cases",
+        "a named one fits",
+        "mean ratio",
+        "worst ratio",
+        "least ratio",
+        "longest search",
+    )
     table = Table(
         "schedules.md", "searched", "The time of the searched schedule / of the best named one", columns, left=2
     )
     for (name, each), limit in product(found.items(), LIMITS):
         own = [one for one in each if one.case.limit == limit]
         ratios = [one.ratio for one in own if one.ratio is not None]
-        figures = (f"{fmean(ratios):.3f}", f"{max(ratios):.3f}") if ratios else ("", "")
+        figures = tuple(f"{value(ratios):.3f}" if ratios else "" for value in (fmean, max, min))
         table.add(name, limit, len(own), len(ratios), *figures, f"{max(one.searching for one in own):.2f} s")
     return table
 

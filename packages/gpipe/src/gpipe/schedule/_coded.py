@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import product
+from itertools import accumulate, product
 
 from ._actions import Action, Kind, Step, Walk
 from ._problem import Problem
@@ -119,11 +119,7 @@ class Coded:
         return max(passed, *self.problem.loads)
 
     def _peak(self, line: Sequence[int]) -> int:
-        held = most = 0
-        for code in line:
-            held += self.change[code]
-            most = max(most, held)
-        return most
+        return max(accumulate(map(self.change.__getitem__, line)), default=0)
 
     def fits(self, order: Order) -> bool:
         """Return whether no worker holds more than its limit."""

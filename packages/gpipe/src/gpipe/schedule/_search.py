@@ -39,10 +39,10 @@ _RULES = [
 _STRETCHES = (0.0, 0.0), (0.25, 0.25), (1.0, 0.0), (1.0, 1.0), (0.5, 0.5), (0.0, 1.0)
 _PACES = [Pace(*each) for each in product((1.0, 1.05, 1.1, 1.2, 1.4, 1.6, 2.0, 2.5), _STRETCHES, (False, True))]
 
-_LAID, _PACED, _REPLAYED = 25_000, 100_000, 150_000
+_LAID, _PACED, _REPLAYED = 18_000, 90_000, 120_000
 """How many actions are laid by rules, put into periodic orders, and replayed in exchanges."""
 
-_KEPT = 3
+_KEPT_RULES, _KEPT_PACES = 2, 3
 """How many rules, and paces, lay all actions."""
 
 
@@ -126,7 +126,8 @@ def best_order(coded: Coded) -> Order:
     if known and coded.makespan(known[0]) <= bound:
         return known[0]
     small = Coded(_with_fewer(problem))
-    ways = [*_best_of(coded, small, _RULES, lay, _LAID), *_best_of(coded, small, _PACES, periodic, _PACED)]
+    ways = _best_of(coded, small, _RULES[: _LAID // small.problem.actions + 1], lay, _KEPT_RULES)
+    ways += _best_of(coded, small, _PACES[: _PACED // small.problem.actions + 1], periodic, _KEPT_PACES)
     starts = [*known, *ways]
     replays = _REPLAYED // problem.actions // max(1, len(starts))
     return min([*known, *(improved(coded, order, replays, bound) for order in starts)], key=coded.score)
@@ -157,23 +158,23 @@ def _named_orders(coded: Coded) -> Iterator[Order]:
 
 
 def _best_of(
-    coded: Coded, small: Coded, ways: Sequence[Way], made: Callable[[Coded, Way], Order], actions: int
+    coded: Coded, small: Coded, ways: Sequence[Way], made: Callable[[Coded, Way], Order], kept: int
 ) -> list[Order]:
     """Return the orders of the best ways that fit, compared on fewer micro-batches.
 
     Args:
         small: the problem with fewer micro-batches.
-        made: makes an order.
-        actions: how many actions may be laid in the comparison. At least one way is tried.
+        made: makes an order of all actions.
+        kept: the most orders to return.
     """
     more = coded.problem.microbatches - small.problem.microbatches
     ranked = list[tuple[float, int]]()
-    for number, way in enumerate(ways[: max(1, actions // small.problem.actions)]):
+    for number, way in enumerate(ways):
         order = made(small, way)
         found = small.replay(order)
         if found is not None and small.fits(order):
             ranked.append((found[0] + more * small.period(found[1]), number))
-    orders = (made(coded, ways[number]) for _, number in sorted(ranked)[:_KEPT])
+    orders = (made(coded, ways[number]) for _, number in sorted(ranked)[:kept])
     return [order for order in orders if coded.fits(order)]
 
 
