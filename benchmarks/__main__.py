@@ -24,6 +24,7 @@ PARTS = {
     "predicted": ("predictions.of_schedules", "`step` by each schedule beside the time that `simulate` predicts"),
     "plan": ("predictions.of_plans", "what `gpipe.plan` predicts, beside what is measured"),
     "choice": ("choice.run", "what the planner chooses, beside all ways to train small models; nothing is run"),
+    "searched": ("searched.run", "a searched schedule beside the named ones, simulated; nothing is run"),
     "memory": ("memory.run", "what a pipe keeps between forward and backward; resident memory of each library"),
     "losses": ("whole_loss.run", "a loss computed once on all rows, beside a call and 1F1B"),
     "models": ("own_forward.run", "a model whose own forward runs, beside layers from a sample and a plain loop"),

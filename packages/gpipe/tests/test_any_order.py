@@ -42,7 +42,7 @@ PHASES = ("forward", "backward", "recompute")
 
 rows = st.integers(1, 9)
 numbers = st.integers(0, 2**16)
-schedules = st.sampled_from([*sorted(SCHEDULES), "auto"])
+schedules = st.sampled_from([*sorted(SCHEDULES), "auto", "search"])
 
 
 class FailsError(Exception):

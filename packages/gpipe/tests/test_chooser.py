@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from gpipe import Event, GPipe, record
 from gpipe._chooser import RUNS, Chooser
 from gpipe.engine._walks import Size
-from gpipe.schedule import SPLIT_SECONDS, SPLITTING, Choice, Kind, Schedule, choose, named
+from gpipe.schedule import SPLIT_SECONDS, SPLITTING, Choice, Kind, Schedule, choose, in_flight, named, validate
 from gpipe.schedule._named import usual_placement
 from microbatch import Batch
 
@@ -57,8 +57,10 @@ def train(chooser: Chooser, schedule: str, x: Tensor, stages: int, seconds: Call
     """A step that nobody runs, whose cells take ``seconds``, sometimes longer."""
     batches = [Batch(each) for each in x.chunk(6)]
     size = Size(len(batches), tuple(usual_placement(schedule, stages)), (0,) * stages)
-    choice, recorder = chooser.plan(schedule, batches, size)
-    assert isinstance(choice, Choice)
+    planned, recorder = chooser.plan(schedule, batches, size)
+    choice = chooser.last
+    assert choice is not None
+    assert planned is (choice.schedule or choice)
     if recorder is not None:
         for j, program in enumerate(named(choice.name, *size.order, choice.split)):
             for kind, i in program:
@@ -131,7 +133,7 @@ def test_gradients_do_not_depend_on_what_is_decided(
 ):
     ticking(monkeypatch, pace)
     found, ended = {}, {}
-    for schedule in ("1f1b", "zero_bubble", "auto"):
+    for schedule in ("1f1b", "zero_bubble", "auto", "search"):
         x = rows(grad=grad)
         with closing(three("except_last")) as pipe, way():
             losses = [stepped(pipe, schedule, x * (k + 1)) for k in range(2 * RUNS + 2)]
@@ -140,9 +142,42 @@ def test_gradients_do_not_depend_on_what_is_decided(
             does = kinds(pipe, schedule, x)
             assert ["I" in each for each in does] == [j in ended[schedule].split for j in range(3)]
     torch.testing.assert_close(found["zero_bubble"], found["1f1b"], rtol=0, atol=0)
-    torch.testing.assert_close(found["auto"], found["1f1b"], rtol=1e-10, atol=1e-12)
+    for measured in ("auto", "search"):
+        torch.testing.assert_close(found[measured], found["1f1b"], rtol=1e-10, atol=1e-12)
     assert ended["zero_bubble"].split == (() if pace == FAST else (0, 1, 2) if grad else (1, 2))
     assert set(ended["auto"].seconds) == {"1f1b", "zero_bubble", "fill_drain"}
+    assert ended["search"].name == "search"
+    assert set(ended["search"].split) <= set(ended["zero_bubble"].split)
+
+
+@given(costs(), st.booleans())
+def test_search_measures_the_named_schedule_and_searches_once(cost: dict[tuple[int, Kind], float], grad: bool) -> None:
+    chooser, x = Chooser(three()._pipeline.stages), rows(grad=grad)
+    choices = [train(chooser, "search", x, 3, lambda j, kind: cost[j, kind]) for _ in range(RUNS + 3)]
+    split = tuple(range(0 if grad else 1, 3))
+    assert choices[:RUNS] == [Choice("zero_bubble", split)] * RUNS
+    last = choices[-1]
+    assert all(choice is last for choice in choices[RUNS:])
+    assert chooser._planned is None
+    assert last.schedule is not None
+    validate(last.schedule, 6, (0, 1, 2))
+    assert last.seconds["search"] <= last.seconds["zero_bubble"]
+    assert all(in_flight(program) <= 3 for program in last.schedule)
+
+
+@pytest.mark.parametrize("places", [[0, 1, 1, 0], [0, 1, 0, 1], [0, 0, 1, 1], [0, 0, 0, 0]])
+def test_search_is_for_any_placement(places: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    ticking(monkeypatch, SLOW)
+    found = {}
+    for schedule in ("1f1b", "search"):
+        with closing(GPipe(linears(4), [1] * 4, devices=[f"cpu:{place}" for place in places], chunks=4)) as pipe:
+            losses = [stepped(pipe, schedule, rows() * (k + 1)) for k in range(RUNS + 2)]
+            found[schedule] = losses, gradients(pipe)
+            assert pipe.last_schedule is not None
+            assert pipe.last_schedule.name == schedule
+    assert pipe.last_schedule.schedule is not None
+    assert pipe.last_schedule.schedule.on(places) == Schedule.parse(str(pipe.last_schedule.schedule)).on(places)
+    torch.testing.assert_close(found["search"], found["1f1b"], rtol=1e-10, atol=1e-12)
 
 
 @each_way

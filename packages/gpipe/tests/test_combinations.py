@@ -46,7 +46,7 @@ class Step:
 steps = st.builds(
     Step,
     evaluates=st.sampled_from([False, False, True]),
-    schedule=st.none() | st.sampled_from([*sorted(SCHEDULES), "auto"]),
+    schedule=st.none() | st.sampled_from([*sorted(SCHEDULES), "auto", "search"]),
     loss=st.sampled_from(sorted(LOSSES)),
     rows=st.integers(1, 7),
     inline=st.booleans(),

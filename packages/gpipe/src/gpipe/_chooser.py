@@ -12,6 +12,7 @@ from ._torch import is_profiled
 from .engine._stage import Stage
 from .engine._walks import Size
 from .schedule import SCHEDULES, SPLITTING, Choice, Kind, Schedule, choose, worth_splitting
+from .schedule._choice import choose_by_search, split_in
 from .schedule._named import expect_schedule
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 RUNS = 3
 """The number of steps to measure before the durations of actions count as known. The first step is always slow."""
 
+MEASURED = {"auto": choose, "search": choose_by_search}
+"""Functions that choose a schedule from measured times, by the name that a caller passes to ``step``."""
+
 Measured = defaultdict[tuple[int, Kind], list[float]]
 """The median duration, in seconds, of each recorded step, by stage and kind of action."""
 
@@ -27,8 +31,9 @@ Measured = defaultdict[tuple[int, Kind], list[float]]
 class Chooser:
     """Chooses the schedules of a pipe's steps. Not thread-safe.
 
-    For ``"auto"``, :func:`gpipe.schedule.choose` chooses the schedule. For :data:`gpipe.schedule.SPLITTING` schedules,
-    only the stages to split are chosen. Steps under other schedules are not measured.
+    For ``"auto"``, :func:`gpipe.schedule.choose` chooses the schedule, and for ``"search"``, it is searched. For
+    :data:`gpipe.schedule.SPLITTING` schedules, only the stages to split are chosen. Steps under other schedules are not
+    measured.
 
     Attributes:
         last: the choice for the last step, or None.
@@ -39,7 +44,7 @@ class Chooser:
         # Keyed by everything that changes the durations of cells: in a new situation they are measured again.
         self._measured: defaultdict[object, Measured] = defaultdict(lambda: defaultdict(list))
         self._recorded = Counter[object]()
-        # Cached, because a choice replays three schedules, which takes too long for every step.
+        # Cached, because a choice replays three schedules or searches one, which takes too long for every step.
         self._choices: dict[object, Choice] = {}
         self._planned: tuple[Recorder, Measured, object] | None = None
         self._unread: tuple[Recorder, Measured, object] | None = None
@@ -50,6 +55,8 @@ class Chooser:
     ) -> tuple[Schedule | Choice, Recorder | None]:
         """Return the choice for a step under the requested ``schedule``, and a recorder if the step is to be measured.
 
+        A schedule that the caller passes, or that was searched, is returned itself.
+
         Args:
             schedule: a schedule or its name, in any case.
             batches: the micro-batches of the step.
@@ -58,14 +65,14 @@ class Chooser:
         Raises:
             TypeError, ValueError: ``schedule`` is neither a schedule nor the name of one.
         """
-        expect_schedule(schedule, (*SCHEDULES, "auto"))
+        expect_schedule(schedule, (*SCHEDULES, *MEASURED))
         self._planned = None
         if isinstance(schedule, Schedule):
             self.last = choice_of(schedule)
             return schedule, None
         name = schedule.lower()
-        self.last = self._decided(name, batches, size) if name in ("auto", *SPLITTING) else Choice(name)
-        return self.last, self._planned and self._planned[0]
+        self.last = self._decided(name, batches, size) if name in (*MEASURED, *SPLITTING) else Choice(name)
+        return self.last.schedule or self.last, self._planned and self._planned[0]
 
     def learn(self) -> None:
         """Note that the planned step has run. Its times are read later, because a GPU may not have finished yet."""
@@ -86,12 +93,15 @@ class Chooser:
         if key not in self._choices:
             # The fastest run counts, because other load on the machine only adds time.
             seconds = {cell: min(medians) for cell, medians in measured.items() if len(medians) >= RUNS}
-            split = worth_splitting(seconds, may_split)
-            self._choices[key] = choose(*size.order, seconds, may_split) if name == "auto" else Choice(name, split)
+            if name in MEASURED:
+                self._choices[key] = MEASURED[name](*size.order, seconds, may_split)
+            else:
+                self._choices[key] = Choice(name, worth_splitting(seconds, may_split))
         choice = self._choices[key]
         done = choice.name, choice.split, size.checkpoint_stops, size.offloading, situation
+        # Steps under a searched schedule are not measured: with new times, it would be searched again after each.
         # Under torch's profiler, runs label their actions, which a recorder would replace.
-        if self._recorded[done] < RUNS and not is_profiled():
+        if self._recorded[done] < RUNS and choice.schedule is None and not is_profiled():
             from .timeline._record import Recorder  # imported late, because most schedules need no measurements
 
             self._planned = Recorder(), measured, done
@@ -114,5 +124,4 @@ class Chooser:
 
 
 def choice_of(schedule: Schedule) -> Choice:
-    split = (j for j, program in enumerate(schedule) if any(kind == Kind.BACKWARD_INPUT for kind, _ in program))
-    return Choice("own", tuple(split))
+    return Choice("own", split_in(schedule))

@@ -191,7 +191,8 @@ class GPipe(Stepping):
     def last_schedule(self) -> Choice | None:
         """The schedule of the last :meth:`step`; None before the first step.
 
-        Holds its name, the stages whose backward was split, and the times that ``"auto"`` predicted for each schedule.
+        Holds its name, the stages whose backward was split, the times that ``"auto"`` and ``"search"`` predicted for
+        each schedule, and the schedule that ``"search"`` has found.
         """
         return self._chooser.last
 

@@ -289,6 +289,8 @@ def _choices() -> list[tuple[str, tuple[int, ...]]]:
     plain = network()
     plain[2].requires_grad_(False)
     rank, found = Rank(copy.deepcopy(plain), [2] * 4, chunks=4, ranks=[1, 0, 0, 1]), []
+    with pytest.raises(ValueError, match=r"nothing is measured across processes.*gpipe\.simulate\.search"):
+        _expect_right(rank, plain, "search")
     for schedule in ("auto", "zero_bubble", "zero_bubble"):
         _expect_right(rank, plain, schedule)
         found.append((rank.last_schedule.name, rank.last_schedule.split))

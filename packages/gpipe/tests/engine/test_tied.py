@@ -30,7 +30,7 @@ from ..layers import (
     within,
 )
 
-HOWS = (None, "1f1b", "fill_drain", "interleaved", "zero_bubble", "auto")
+HOWS = (None, "1f1b", "fill_drain", "interleaved", "zero_bubble", "auto", "search")
 
 
 class Tie(NamedTuple):

@@ -243,7 +243,7 @@ PARTS = [(tokens, TwoParts), (tokens, TiedByHand), (tokens, LossInTheHead)]
     kept=st.integers(0, 9),
     chunks=st.integers(1, 8),
     checkpoint=st.sampled_from(["never", "except_last", "always"]),
-    schedule=st.sampled_from([None, "1f1b", "fill_drain", "zero_bubble", "auto"]),
+    schedule=st.sampled_from([None, "1f1b", "fill_drain", "zero_bubble", "auto", "search"]),
     items=st.sampled_from([None, 11, 2.5, torch.tensor(11)]),
     threads=st.booleans(),
 )

@@ -85,7 +85,7 @@ ways = st.builds(
 
 def waiting(schedule: str) -> str | None:
     """The schedule if it can wait for the loss of all rows, or the default."""
-    return schedule if schedule in ("fill_drain", "looped_bfs", "auto") else None
+    return schedule if schedule in ("fill_drain", "looped_bfs", "auto", "search") else None
 
 
 def weights_for(output: Any, seed: int) -> list[Tensor]:

@@ -17,6 +17,7 @@ from gpipe.schedule import (
     validate,
     worth_splitting,
 )
+from gpipe.schedule._choice import choose_by_search
 from gpipe.simulate import StageCost, simulate
 
 PLACEMENTS = st.one_of(
@@ -95,3 +96,33 @@ def test_stages_that_are_not_split_do_as_under_1f1b(case: Case):
     assert [some[j] for j in range(n)] == [(every if j in case.may_split else none)[j] for j in range(n)]
     validate(some, m, case.placement)
     assert all(in_flight(program) <= (n if j in case.may_split else n - j) for j, program in enumerate(some))
+
+
+@given(cases())
+def test_a_search_is_as_fast_as_zero_bubble_and_holds_no_more(case: Case):
+    """On any worker, than zero bubble on its fullest one."""
+    choice = choose_by_search(*case)
+    usual = next(name for name in choice.seconds if name != "search")
+    assert choice.name == "search"
+    assert choice.schedule is not None
+    validate(choice.schedule, case.microbatches, case.placement)
+    assert choice.seconds["search"] <= choice.seconds[usual]
+    assert simulate(choice.schedule, case.costs(), placement=case.placement).makespan == choice.seconds["search"]
+    split = worth_splitting(case.seconds, case.may_split)
+    assert set(choice.split) <= set(split)
+    walks = [
+        each.on(case.placement)
+        for each in (choice.schedule, named(usual, case.microbatches, case.placement, case.checkpoint_stop, split))
+    ]
+    ours, theirs = (max(in_flight(tuple(step.action for step in steps)) for steps in walk) for walk in walks)
+    assert ours <= theirs
+
+
+@given(cases(), st.data())
+def test_before_a_search_zero_bubble_is_measured(case: Case, data: st.DataObject):
+    unknown = data.draw(st.sampled_from(range(len(case.placement))))
+    seconds = {cell: each for cell, each in case.seconds.items() if cell != (unknown, Kind.FORWARD)}
+    choice = choose_by_search(*case._replace(seconds=seconds))
+    assert choice.schedule is None
+    assert choice.split == (() if choice.name == "1f1b" else case.may_split)
+    assert (choice.name == "1f1b") == (len(set(case.placement)) == 1)

@@ -449,7 +449,7 @@ class Rank(Stepping):
             if method == "step":
                 self._replicas.meeting.expect_open()
             if schedule is not None:
-                expect_schedule(schedule, (*SCHEDULES, "auto"))
+                _expect_schedule(schedule)
             self._sharding.expect_whole()
             expect_parallel(parallel, self._members)
             yield found
@@ -471,6 +471,15 @@ class Rank(Stepping):
             "chunks": self._chunks,
             "recording": settings().observer is not None,
         }
+
+
+def _expect_schedule(schedule: object) -> None:
+    if isinstance(schedule, str) and schedule.lower() == "search":
+        raise ValueError(
+            'schedule="search" is for a pipe in one process, because nothing is measured across processes; pass a '
+            "Schedule that gpipe.simulate.search finds, the same on all ranks"
+        )
+    expect_schedule(schedule, (*SCHEDULES, "auto"))
 
 
 setattr(Rank, READ_BY_DATA_PARALLEL, property(Wrapped))

@@ -100,7 +100,7 @@ def has_loss(schedule: Schedule | str | None) -> bool:
 
 def is_left_open(schedule: Schedule | str | None) -> bool:
     """Return whether the caller lets the pipe choose the schedule of a step."""
-    return schedule is None or (isinstance(schedule, str) and schedule.lower() == "auto")
+    return schedule is None or (isinstance(schedule, str) and schedule.lower() in ("auto", "search"))
 
 
 def named_for(schedule: str | None, *, whole: bool, offloads: bool = False) -> str:

@@ -162,9 +162,10 @@ class Stepping(Divided):
                 metrics, as in ``(loss, metrics)``. If the total count is 0, the loss is NaN and the gradients are
                 zeros, as for torch's means. By default the output is the loss, or contains it as ``.loss`` or
                 ``["loss"]``.
-            schedule: one of :data:`gpipe.schedule.SCHEDULES`, ``"auto"``, or a :class:`gpipe.schedule.Schedule`. By
-                default ``"1f1b"`` if it is known how losses add up, else ``"fill_drain"``. ``"auto"`` measures the
-                first steps and selects the fastest of ``"1f1b"``, ``"zero_bubble"`` and ``"fill_drain"``.
+            schedule: one of :data:`gpipe.schedule.SCHEDULES`, ``"auto"``, ``"search"``, or a
+                :class:`gpipe.schedule.Schedule`. By default ``"1f1b"`` if it is known how losses add up, else
+                ``"fill_drain"``. ``"auto"`` measures the first steps and selects the fastest of ``"1f1b"``,
+                ``"zero_bubble"`` and ``"fill_drain"``; ``"search"`` makes a schedule for the measured times.
                 ``"interleaved"``, ``"looped_bfs"`` and ``"interleaved_zero_bubble"`` need devices as in
                 ``[0, 1, 0, 1]``, ``"zbv"`` and ``"dualpipev"`` as in ``[0, 1, 1, 0]``.
             reduction: ``"mean"`` if ``loss_fn`` returns a mean over rows, ``"sum"`` if it returns a sum.

@@ -28,6 +28,7 @@ from ._modes import CHECKPOINT_MODES, Stops, checkpoint_stops
 from ._named import SCHEDULES, SPLITTING, looped_placement, named
 from ._replay import Span, replay
 from ._schedule import Schedule
+from ._search import search
 from ._v_shaped import v_placement
 from ._validate import in_flight, validate
 
@@ -63,6 +64,7 @@ __all__ = [
     "one_forward_one_backward",
     "replay",
     "requirement",
+    "search",
     "v_placement",
     "validate",
     "worth_splitting",

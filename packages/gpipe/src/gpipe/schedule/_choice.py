@@ -7,8 +7,12 @@ from dataclasses import dataclass, field
 
 from ._actions import Kind
 from ._modes import Stops
-from ._named import lanes
+from ._named import SPLITTING, lanes, looped_placement, named
 from ._replay import makespan
+from ._schedule import Schedule
+from ._search import search
+from ._v_shaped import v_placement
+from ._validate import in_flight
 
 SPLIT_SECONDS = 2e-3
 """The shortest backward that is worth splitting, in seconds.
@@ -35,11 +39,13 @@ class Choice:
         name: the name of the schedule; ``"own"`` for a :class:`Schedule` that the caller passed.
         split: the stages whose backward is split.
         seconds: the expected seconds of a step under each schedule that was compared; empty if none was.
+        schedule: the schedule that ``"search"`` has found; None for a named one.
     """
 
     name: str
     split: tuple[int, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
+    schedule: Schedule | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
         split = f", stages {', '.join(map(str, self.split))} split" if self.split else ""
@@ -100,9 +106,66 @@ def choose(
     return Choice(name, split if name == "zero_bubble" else (), expected)
 
 
+def choose_by_search(
+    microbatches: int, placement: Sequence[int], checkpoint_stop: Stops, seconds: Seconds, may_split: Collection[int]
+) -> Choice:
+    """Choose the schedule that :func:`gpipe.schedule.search` finds for measured times, without transfers.
+
+    No worker holds more micro-batches in flight, counted once per stage, than the fullest one under the named schedule
+    of the placement: ZB-V, interleaved zero bubble, or zero bubble.
+
+    Args:
+        microbatches, placement, checkpoint_stop, may_split: as for :func:`choose`.
+        seconds: the measured times of actions. Until they include the forward of every stage, and the backward or both
+            of its parts, the choice is the named schedule, with the backwards of ``may_split`` split.
+
+    Returns:
+        The chosen schedule, with the expected time of a step under it and under the named one.
+    """
+    name, n = _named_for(placement), len(placement)
+    parts = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    known = {j for j in range(n) if (j, Kind.BACKWARD) in seconds or all((j, kind) in seconds for kind in parts)}
+    if len(known) < n or any((j, Kind.FORWARD) not in seconds for j in range(n)):
+        return Choice(name, tuple(sorted(may_split)) if name in SPLITTING else ())
+    split, of_stages = worth_splitting(seconds, may_split), [_of_stage(seconds, j) for j in range(n)]
+    usual = named(name, microbatches, placement, checkpoint_stop, split)
+    most = max(in_flight(tuple(step.action for step in steps)) for steps in usual.on(placement))
+    found = search(
+        microbatches,
+        placement,
+        of_stages,
+        boundary_bytes=[1] * n,  # a checkpointed micro-batch is in flight too
+        memory=most,
+        checkpoint_stop=checkpoint_stop,
+        split=split,
+    )
+    walks = {name: usual.on(placement), "search": found.on(placement)}
+    expected = {each: makespan(walk, microbatches, of_stages, [0.0] * n) for each, walk in walks.items()}
+    return Choice("search", split_in(found), expected, found)
+
+
+def split_in(schedule: Schedule) -> tuple[int, ...]:
+    """Return the stages whose backward is split, in some micro-batches at least."""
+    return tuple(j for j, program in enumerate(schedule) if any(kind == Kind.BACKWARD_INPUT for kind, _ in program))
+
+
+def _named_for(placement: Sequence[int]) -> str:
+    """Return the name of the zero bubble schedule for a placement; 1F1B on one worker, where nobody waits."""
+    n, workers = len(placement), len(set(placement))
+    if workers == 1:
+        return "1f1b"
+    if n == 2 * workers and [*placement] == v_placement(n):
+        return "zbv"
+    if n % workers == 0 and n > workers and [*placement] == looped_placement(n, workers):
+        return "interleaved_zero_bubble"
+    return "zero_bubble"
+
+
 def _of_stage(seconds: Seconds, stage: int) -> dict[Kind, float]:
-    forward, part = seconds[stage, Kind.FORWARD], seconds[stage, Kind.BACKWARD] / 2
-    return {kind: seconds.get((stage, kind), forward if kind == Kind.RECOMPUTE else part) for kind in Kind}
+    """Return the durations of a stage by kind, with a guess for kinds that were not measured."""
+    forward, backward = seconds[stage, Kind.FORWARD], _backward(seconds, stage, 0.0)
+    guesses = dict.fromkeys(Kind, backward / 2) | {Kind.RECOMPUTE: forward, Kind.BACKWARD: backward}
+    return {kind: seconds.get((stage, kind), guesses[kind]) for kind in Kind}
 
 
 def _backward(seconds: Seconds, stage: int, unknown: float) -> float:

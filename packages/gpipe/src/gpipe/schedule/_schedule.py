@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import cache
 from itertools import chain, zip_longest
 
 from ._actions import LOSS_OF_ALL, Action, Kind, Program, Step, Walk, deadlock, requirement
@@ -292,9 +293,13 @@ def merge(programs: Sequence[Program], placement: Sequence[int]) -> Walk:
     walk: list[list[Step]] = [[] for _ in range(max(placement, default=-1) + 1)]
     owns = [[j for j in reversed(range(len(programs))) if placement[j] == worker] for worker in range(len(walk))]
 
+    @cache  # a step is asked about once per tick until it is ready
+    def sources(step: Step) -> set[Step]:
+        return present.intersection(requirement(step))
+
     def is_ready(step: Step) -> bool:
-        sources = present.intersection(requirement(step))
-        return not sources or not done.isdisjoint(sources)
+        needed = sources(step)
+        return not needed or not done.isdisjoint(needed)
 
     while heads := [queue[-1] for queue in upcoming if queue]:
         ready = {step.stage: step for step in heads if is_ready(step)}

@@ -62,7 +62,7 @@ def simulate(
     """
     lanes, place, _ = _lanes(schedule, costs, microbatches, checkpoint, placement)
     walk = walk_of(lanes)
-    crossing, held = _crossing(costs, place), _held(walk, costs)
+    crossing, held = crossing_bytes(costs, place), _held(walk, costs)
     seconds = [{kind: cost.seconds(kind) for kind in Kind} for cost in costs]
     events = list[Event]()
     for step, span in replay(walk, seconds, hop_seconds(transfer, crossing)).items():
@@ -100,7 +100,7 @@ def makespan(
     """
     lanes, place, count = _lanes(schedule, costs, microbatches, checkpoint, placement)
     seconds = [{kind: cost.seconds(kind) for kind in Kind} for cost in costs]
-    return replayed(lanes, count, seconds, hop_seconds(transfer, _crossing(costs, place)))
+    return replayed(lanes, count, seconds, hop_seconds(transfer, crossing_bytes(costs, place)))
 
 
 def _lanes(
@@ -114,7 +114,7 @@ def _lanes(
         if microbatches is None:
             raise ValueError(f"microbatches: expected a number for the schedule {schedule!r}, got None")
         place = usual_placement(schedule, len(costs)) if placement is None else list(placement)
-        _expect_one_each(len(costs), placement=place)
+        expect_one_each(len(costs), placement=place)
         modes = checkpoint or "never"
         stops = checkpoint_stops(modes, microbatches, len(costs))
         if stages := offloading_stages(modes, len(costs)):
@@ -127,7 +127,7 @@ def _lanes(
     # A walk determines the worker of each stage; without it every stage gets its own.
     own = {step.stage: worker for worker, steps in enumerate(whole.walk or ()) for step in steps}
     place = [own.get(j, j) for j in range(len(whole))] if placement is None else list(placement)
-    _expect_one_each(len(whole), costs=costs, placement=place)
+    expect_one_each(len(whole), costs=costs, placement=place)
     count = 1 + max((action.microbatch for program in whole for action in program), default=-1)
     if checkpoint is not None:
         whole = whole.recomputing(checkpoint_stops(checkpoint, count, len(whole)))
@@ -136,13 +136,13 @@ def _lanes(
     return whole.on(place), place, count
 
 
-def _expect_one_each(stages: int, **arguments: Sequence[object]) -> None:
+def expect_one_each(stages: int, **arguments: Sequence[object]) -> None:
     for name, given in arguments.items():
         if len(given) != stages:
             raise ValueError(f"{name}: expected one per stage of the schedule ({stages}), got {len(given)}")
 
 
-def _crossing(costs: Sequence[StageCost], placement: Sequence[int]) -> list[int | None]:
+def crossing_bytes(costs: Sequence[StageCost], placement: Sequence[int]) -> list[int | None]:
     # Stages on the same worker pass tensors without a copy.
     apart = [False, *(before != own for before, own in pairwise(placement))]
     return [cost.boundary_bytes if far else None for cost, far in zip(costs, apart, strict=False)]
