@@ -1,13 +1,18 @@
-"""Attention without a device: a fused kernel keeps no scores."""
+"""Without a device: a fused kernel of attention keeps no scores, and what shares memory still does."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
 from profiler import profile
+from profiler.fake import blank_layer, fake_mode
+from profiler.memory import owned_bytes
 
 from .strategies import fewer
 
@@ -47,3 +52,36 @@ def test_layers_of_pytorch_keep_no_scores(layer):
     x = torch.rand(1, times, 32, requires_grad=True)
     saved = [costs(layer(32, 4, 32, dropout=dropout, batch_first=True), x)[0] for dropout in (0.1, 0.0)]
     assert saved[0] - saved[1] < 4 * times * times * 4  # as much as the scores
+
+
+class Rows(nn.Parameter):
+    """As the packed weights of libraries that quantize."""
+
+
+PLACES = {
+    "parameter": lambda layer, name, x: layer.register_parameter(name, Rows(x, requires_grad=False)),
+    "buffer": lambda layer, name, x: layer.register_buffer(name, x.detach()),
+    "attribute": lambda layer, name, x: setattr(layer, name, x.detach()),
+    "of the weight": lambda layer, name, x: setattr(layer.weight, name, x.detach()),
+    "state": lambda layer, name, x: setattr(layer.state, name, x.detach()),
+}
+
+
+@fewer
+@given(st.lists(st.tuples(st.sampled_from([*PLACES]), st.integers(0, 2)), min_size=1, max_size=8), st.booleans())
+@example([("parameter", 0), ("state", 0)], True)
+def test_tensors_that_share_memory_share_it_in_a_blank_copy(held, is_faked):
+    """Two tensors of the same number have the same memory; so does a weight that its layer also keeps elsewhere."""
+    layer = nn.Module()
+    layer.state = SimpleNamespace()
+    layer.weight = Rows(torch.ones(2, dtype=torch.int8), requires_grad=False)  # so that attributes count
+    memory = [torch.ones(rows, 4, dtype=dtype) for rows, dtype in enumerate((torch.int8, torch.float32, torch.int8), 1)]
+    for k, (place, which) in enumerate(held):
+        PLACES[place](layer, f"n{k}", memory[which])
+    with fake_mode() if is_faked else nullcontext() as mode:
+        copied = blank_layer(layer, mode or nullcontext())
+    assert [*map(total, owned_bytes([copied]))] == [*map(total, owned_bytes([layer]))]
+
+
+def total(found: dict[str, int]) -> int:
+    return sum(size for name, size in found.items() if name != "largest_parameter_bytes")

@@ -1,13 +1,14 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from profiler import profile
-from profiler.memory import owned_bytes
+from profiler.memory import held_bytes, owned_bytes
 
 from .strategies import WIDTH, fewer, models, samples
 
@@ -96,3 +97,26 @@ def test_a_weight_that_its_layer_keeps_in_several_places_counts_once(rows, is_ta
     (found,) = owned_bytes([InRows()])
     assert found["trainable_bytes"] == found["largest_parameter_bytes"] == 4 * rows
     assert found["frozen_bytes"] + found["buffer_bytes"] == 4 * rows + 4 * rows
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@given(
+    st.sampled_from(["to_sparse", "to_sparse_csr", "to_sparse_csc", "to_sparse_bsr", "to_sparse_bsc"]),
+    st.integers(0, 4),
+    st.sampled_from([torch.float32, torch.float64]),
+    st.booleans(),
+)
+def test_a_sparse_tensor_counts_the_bytes_of_its_indices_and_values(how, entries, dtype, requires_grad):
+    blocks, dense = [(2, 2)] if "sparse_b" in how else [], torch.zeros(8, 64, dtype=dtype)
+    dense[0, : 2 * entries : 2] = 1
+    sparse = getattr(dense, how)(*blocks)
+    saved = sparse.values() if how != "to_sparse" else sparse.coalesce().values()
+    names = {"to_sparse": ["_indices"], "to_sparse_csr": ["crow_indices", "col_indices"]}
+    names |= {"to_sparse_bsr": names["to_sparse_csr"], "to_sparse_csc": ["ccol_indices", "row_indices"]}
+    names |= {"to_sparse_bsc": names["to_sparse_csc"]}
+    expected = saved.nbytes + sum(getattr(sparse, name)().nbytes for name in names[how])
+    layer = nn.Module()
+    layer.register_buffer("table", sparse.requires_grad_(requires_grad))
+    layer.register_buffer("same", sparse)
+    assert held_bytes(layer.buffers()) == held_bytes([sparse, sparse]) == expected
+    assert owned_bytes([layer])[0]["buffer_bytes"] == expected

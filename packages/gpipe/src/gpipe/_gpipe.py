@@ -18,6 +18,7 @@ from ._torch import device_in
 from .engine._mini_batch import compute_outputs, train
 from .engine._pipeline import Pipeline
 from .engine._workers import Workers
+from .model._between import in_one_operation
 from .module._arguments import Device, checked_devices, checked_flag, checked_offload, checked_places
 from .module._cut import checked
 from .module._data import has_data
@@ -212,7 +213,10 @@ class GPipe(Stepping):
             TypeError, ValueError: an input cannot be split into micro-batches, or the outputs cannot be concatenated.
         """
         refuse_transforms()
-        inputs = checked(as_value(args, kwargs), self.in_spec)
+        return in_one_operation(self._forward, as_value(args, kwargs))
+
+    def _forward(self, value: Any) -> Any:
+        inputs = checked(value, self.in_spec)
         if not self._devices:
             return inputs.bare
         batches, versions = self._cut(inputs)

@@ -283,11 +283,6 @@ push_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_sta
 pop_function_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
 
 
-def top_function_mode() -> Any:
-    """Return the innermost mode of this thread, or None."""
-    return next(function_modes(), None)
-
-
 def function_modes() -> Iterator[Any]:
     """Return the modes of this thread, from the innermost to the outermost."""
     return map(torch._C._get_function_stack_at, reversed(range(torch._C._len_torch_function_stack())))

@@ -148,6 +148,9 @@ def test_plan_takes_devices_that_are_not_there(capsys: pytest.CaptureFixture[str
     assert found["devices"] == ["fake 1GB"] * 2
     assert run([*given[:5], "1GB", "2GB", "--speeds", "1", "2", "--json"]) == 0
     assert {*json.loads(capsys.readouterr().out)["devices"]} == {"fake 1GB", "fake 2GB"}
+    for text in ("1GB", "H100", "1x1GB"):
+        assert run([*given[:5], text, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["devices"] == [f"fake {text.removeprefix('1x')}"]
 
 
 @pytest.mark.parametrize(
@@ -164,6 +167,10 @@ def test_plan_takes_devices_that_are_not_there(capsys: pytest.CaptureFixture[str
         (["timeline", "some_models:clean", "--sample", "8,8", "--html", "no/such/folder.html"], "cannot write"),
         (["check", "some_models:clean", "--sample", "8,8", "--html", "check.pdf"], "ends in .html or .json or .txt"),
         (["plan", "some_models:clean", "--sample", "8,8", "--fake", "1x1GB", "--devices", "cpu"], "got both"),
+        (["plan", "some_models:clean", "--sample", "8,8", "--fake", "cpu"], "fake: expected hypothetical devices"),
+        (["plan", "some_models:clean", "--sample", "8,8", "--fake", "cpu", "cpu"], "got cpu cpu"),
+        (["plan", "some_models:clean", "--sample", "8,8", "--fake", "1GB", "cpu"], "got 1GB cpu"),
+        (["plan", "some_models:clean", "--sample", "8,8", "--fake", "2xcpu"], "8xH100"),
         (["plan", "some_models:leaving", "--sample", "8,8", "--devices", "cpu"], "SystemExit"),
         (["timeline", "some_models:shouting", "--sample", "8,8", "--devices", "cpu"], "one line [bold]; and another; "),
         (["check", "some_models:failing", "--sample", "8,8", "--html", "folder.html"], "it is a folder"),

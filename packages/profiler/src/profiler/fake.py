@@ -6,19 +6,21 @@ import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from microbatch import Batch, map_tensors
 from streams import add_note
 
 from ._stand_in import Known, opaque, stand_in
-from .memory import attached, held_bytes, is_plain
+from .memory import attached, has_memory, held_bytes, is_plain
 from .sandbox import tensors_of
 
 if TYPE_CHECKING:
@@ -114,8 +116,18 @@ def blank_layer(layer: Layer, mode: Mode = _NO_MODE) -> Layer:
     Returns:
         The copy, in training mode.
     """
-    made: dict[int, Any] = {id(x): _blank_subclass(x, mode) for x in tensors_of(layer)}
-    made |= {id(x): blank(x, mode) for child in layer.modules() for x in attached(child) if id(x) not in made}
+    made: dict[int, Any] = {}
+    at: dict[Any, torch.Tensor] = {}  # by memory: a packed weight may be in several places
+    for kind, found in (
+        (_blank_subclass, tensors_of(layer)),
+        (blank, chain.from_iterable(map(attached, layer.modules()))),
+    ):
+        for x in found:
+            if id(x) in made:
+                continue
+            memory = _memory(x)
+            made[id(x)] = _alias(at[memory], x, mode) if memory in at else kind(x, mode)
+            at.setdefault(memory, made[id(x)])
     unable = list(opaque(layer))
     copied = copy.deepcopy(layer, made).train()
     for each in unable:
@@ -124,6 +136,21 @@ def blank_layer(layer: Layer, mode: Mode = _NO_MODE) -> Layer:
 
 
 _KNOWN: WeakKeyDictionary[nn.Module, Known] = WeakKeyDictionary()
+
+
+def _memory(x: torch.Tensor) -> Any:
+    """Identify the memory of ``x`` and its layout there, while ``x`` exists."""
+    if x.layout is not torch.strided or is_lazy(x) or not has_memory(x):
+        return id(x)
+    return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype
+
+
+def _alias(made: torch.Tensor, x: torch.Tensor, mode: Mode) -> torch.Tensor:
+    """A tensor with the memory of ``made``; a parameter if ``x`` is one."""
+    with mode:
+        if isinstance(x, nn.Parameter):
+            return nn.Parameter(made.detach(), requires_grad=x.requires_grad)
+        return made.detach().requires_grad_(x.requires_grad)
 
 
 def _blank_subclass(x: torch.Tensor, mode: Mode) -> torch.Tensor:

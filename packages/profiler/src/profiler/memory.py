@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ def held_bytes(tensors: Iterable[Tensor]) -> int:
 
 def _new_bytes(tensors: Iterable[Tensor], counted: set[Memory]) -> int:
     """Return the bytes that are not ``counted`` yet, and add them there."""
-    parts = {_memory_of(part): part for tensor in tensors for part in _parts(tensor)}
+    parts = {_memory_of(each): each for tensor in tensors for part in _parts(tensor) for each in _dense(part)}
     new = parts.keys() - counted
     counted |= new
     return sum(_size(parts[memory]) for memory in new)
@@ -98,6 +98,27 @@ def owned_bytes(modules: Iterable[nn.Module]) -> list[dict[str, int]]:
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
     """Return the plain tensors inside `tensor` and in its attributes."""
     return iter([tensor]) if is_plain(tensor) else _reached([tensor], set(), objects=True)
+
+
+def _dense(tensor: Tensor) -> Sequence[Tensor]:
+    """Return the indices and values of a sparse tensor; else `tensor` itself, also for a fake one."""
+    is_fake = getattr(tensor, "fake_mode", None) is not None
+    if is_fake or tensor.layout not in _INDICES:
+        return [tensor]
+    with torch.no_grad():
+        return [getattr(tensor, name)() for name in _INDICES[tensor.layout]]
+
+
+_COO = ("_indices", "_values")
+_ROWS, _COLUMNS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+_INDICES = {
+    torch.sparse_coo: _COO,
+    torch.sparse_csr: _ROWS,
+    torch.sparse_bsr: _ROWS,
+    torch.sparse_csc: _COLUMNS,
+    torch.sparse_bsc: _COLUMNS,
+}
+"""The methods that return the dense parts of a sparse tensor, by its layout."""
 
 
 def _reached(values: Iterable[Any], seen: set[int], *, objects: bool) -> Iterator[Tensor]:

@@ -20,6 +20,7 @@ from .._gpipe import GPipe
 from .._plan import Infeasible
 from .._plan import plan as make_plan
 from .._plan._blocks import profile_of
+from .._plan._fake_devices import read_fake
 from .._plan._planned import as_input
 from ..balance import balance_by_parameters, balance_cost
 from ..engine._workers import placement
@@ -253,10 +254,14 @@ def _training(
     return model, mini_batch, {"target": goal, "loss_fn": loss_fn, "reduction": reduction}
 
 
-def _devices(given: Sequence[str] | None, fake: Sequence[str] | None) -> Sequence[str] | str:
+def _devices(given: Sequence[str] | None, fake: Sequence[str] | None) -> Sequence[str]:
     """Return the devices ``given``, or the ``fake`` ones; ValueError unless exactly one of the two is set."""
     if fake is None and given is not None:
         return given
     if fake is None or given is not None:
         raise ValueError(f"devices: pass either --devices or --fake, got {'neither' if fake is None else 'both'}")
-    return fake if len(fake) > 1 else fake[0]  # a single text needs a count, and an error says so
+    if read_fake(fake) is None:
+        raise ValueError(
+            f"fake: expected hypothetical devices, such as 8x80GB, 2xH100 or 24GB 12GB; got {' '.join(fake)}"
+        )
+    return fake

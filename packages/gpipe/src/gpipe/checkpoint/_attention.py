@@ -78,12 +78,13 @@ class _Turns:
             while self._running and self._now != kernels:
                 self._changed.wait()
             is_first = not self._running
-            if is_first and kernels is not None:
+            self._running.add(turn)  # first, because its end then restores the rest after an interrupt
+            if kernels is None:
+                return
+            if is_first:
                 self._of_process = attention_settings()
             self._now = kernels
-            self._running.add(turn)
-            if is_first and kernels is not None:
-                set_attention(dict(enumerate(kernels)))
+            set_attention(dict(enumerate(kernels)))  # also with other turns, whose end may have been interrupted
 
     def _end(self, turn: object) -> None:
         """End a turn, if it has begun and has not ended yet."""

@@ -130,7 +130,8 @@ class BlockForward:
         if get_ident() != self._thread:
             raise RuntimeError(
                 "a layer that is recomputed on its own computes on other threads, as a pipe inside of it does, whose "
-                "order may differ in the recomputation; use checkpoint='always' or 'never' for its partition"
+                "order may differ in the recomputation; use checkpoint='never' for its partition, or 'always' if the "
+                "pipe is of an nn.Sequential"
             )
         saved = _Saved(self, tensor)
         self._saved.append(ref(saved))

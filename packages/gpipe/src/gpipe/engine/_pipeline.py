@@ -150,7 +150,8 @@ class Pipeline:
 
         Raises:
             ValueError: the schedule does not fit ``size``.
-            RuntimeError: the thread has hooks for saved tensors, but stages have ``checkpoint="offload"``.
+            RuntimeError: the thread has hooks for saved tensors, but stages have ``checkpoint="offload"``; or it is in
+                the forward of another pipe's model, between its blocks.
         """
         if size.offloading:
             expect_no_hooks()
@@ -163,5 +164,15 @@ class Pipeline:
         splits = frozenset[int]() if schedule is None else split_in(walk)
         with _parametrized.own_cache(_parametrized.is_caching()):
             context = Context.capture()
+        _expect_shareable(context)
         spec = RunSpec(size, inline, walk, later, trains, loss, context, seed, seen_by, splits, replays)
         return spec._replace(cells_offloaded=cells_offloaded(walk)) if size.offloading else spec
+
+
+def _expect_shareable(context: Context) -> None:
+    """Expect that other threads may enter ``context``: it has no mode of a forward, which handles its operations."""
+    if any(getattr(mode, "only_here", False) for mode in context.function_modes):
+        raise RuntimeError(
+            "between blocks of a pipe's model, another pipe can only be called as a module, pipe(x): its step() and "
+            "evaluate(), and a Rank, are for code outside of models; call them before or after, or in a block"
+        )

@@ -1,4 +1,4 @@
-"""Intercept operations and custom functions of a model between its blocks, to give them tensors of their stage."""
+"""Intercept operations, custom functions and pipes of a model between its blocks; give them tensors of their stage."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ from .._torch import (
     pop_function_mode,
     push_function_mode,
     saved_tensors_hooks,
-    top_function_mode,
     with_lost_weight,
 )
 from ..module._transforms import not_compiled
 from ..values._leaves import tensors_of, version
+from ._called import answered_by
 
 
 class Looks(Protocol):
     """Handles the operations of a model between its blocks.
 
     Attributes:
+        is_of_forward: whether these are the operations of one forward, on its own thread.
         device: the device of the current stage.
     """
+
+    is_of_forward: bool
 
     @property
     def device(self) -> torch.device: ...
@@ -41,12 +44,16 @@ class Looks(Protocol):
 
 
 class Between(TorchFunctionMode):
-    """Lets ``looks`` compute each operation. The mode is off inside blocks."""
+    """Lets ``looks`` compute each operation. The mode is off inside blocks.
+
+    Attributes:
+        only_here: whether no other thread may enter the mode, so that a pipeline cannot begin in it.
+    """
 
     def __init__(self, looks: Looks) -> None:
         super().__init__()
         self.looks = looks
-        self.is_off = False
+        self.only_here = looks.is_of_forward
         self._outside: object = None
         self._region: object = None
         self._has: set[bool] = set()
@@ -60,8 +67,6 @@ class Between(TorchFunctionMode):
         self, function: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = with_lost_weight(function, kwargs)
-        if self.is_off:
-            return function(*args, **kwargs)
         kind = _kind(function)
         if kind is not None:
             if kind and args and isinstance(args[0], Tensor):
@@ -111,18 +116,40 @@ class Between(TorchFunctionMode):
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Leave the mode while a single stage works, because the mode takes as long as a small operation."""
-        # The model may have entered a different mode since, such as torch.device(...), which must stay active.
-        is_top = top_function_mode() is self
-        if is_top:
-            pop_function_mode()
-        before, self.is_off = self.is_off, True
+        """Leave the mode while a single stage works, because the mode takes as long as a small operation.
+
+        Modes that the model has entered since, such as ``torch.device(...)``, stay active. This one is removed and not
+        just disabled, because a pipe inside a block captures the modes for its threads and for a later backward.
+        """
+        below = _leave(self)
         try:
             yield
         finally:
-            self.is_off = before
-            if is_top:
-                push_function_mode(self)
+            if below is not None:
+                _enter_above(self, below)
+
+
+def _leave(mode: Between) -> int | None:
+    """Leave ``mode``, and return the number of modes around it; None if it is not active."""
+    modes = [*function_modes()]
+    if mode not in modes:
+        return None
+    inner = modes.index(mode)
+    for _ in range(inner + 1):
+        pop_function_mode()
+    for each in reversed(modes[:inner]):
+        push_function_mode(each)
+    return len(modes) - inner - 1
+
+
+def _enter_above(mode: Between, below: int) -> None:
+    """Enter ``mode`` inside the outermost ``below`` modes, and around the others."""
+    modes = [*function_modes()]
+    inside = modes[: max(len(modes) - below, 0)]
+    for _ in inside:
+        pop_function_mode()
+    for each in (mode, *reversed(inside)):
+        push_function_mode(each)
 
 
 def is_checkpoint(hooks: Any) -> bool:
@@ -146,13 +173,28 @@ class Applied:
 
 def _applied(kind: type, compute: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Call a ``torch.autograd.Function``; between blocks, with tensors of the current stage."""
-    mode = next((each for each in function_modes() if isinstance(each, Between)), None)
-    if mode is None or mode.is_off:
-        return compute(*args)
-    return mode.apply(Applied(kind, compute), args)
+    mode = _innermost()
+    return compute(*args) if mode is None else mode.apply(Applied(kind, compute), args)
 
 
 call_functions_by(_applied)
+
+
+def _innermost() -> Between | None:
+    return next((each for each in function_modes() if isinstance(each, Between)), None)
+
+
+def in_one_operation(compute: Callable[..., Any], *args: Any) -> Any:
+    """Call ``compute``, which runs a pipeline. Between blocks of another pipe's model, this is a single operation."""
+    mode = _innermost()
+    if mode is None:
+        return compute(*args)
+    with mode.off():
+        if not mode.looks.is_of_forward:
+            return in_one_operation(compute, *args)
+        mode.expect_no_checkpoint(is_block=False)
+        with answered_by(None):
+            return mode.looks.operate(compute, args, {})
 
 
 def _arguments(*args: Any) -> tuple[Any, ...]:

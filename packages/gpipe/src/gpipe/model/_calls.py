@@ -158,6 +158,8 @@ class Calls:
         until: the stage in this process whose turn it is.
     """
 
+    is_of_forward = True
+
     def __init__(
         self, run: AnyRun, microbatch: int, inputs: Activation, known: Facts | None, enter: Callable[[int, Any], None]
     ) -> None:
@@ -379,7 +381,6 @@ class Calls:
     def _context(self) -> Context:
         """Return the context in which the model calls a block. The model may have entered autocast, for example."""
         context = Context.capture()
-        context.function_modes = tuple(mode for mode in context.function_modes if mode is not self.between)
         # Use the caller's context variables. The model's own let hooks inside blocks collect values, which must not
         # happen again in a recomputation.
         context.variables = self._run.spec.context.variables

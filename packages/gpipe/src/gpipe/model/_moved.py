@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .._torch import function_modes, saved_tensors_hooks
+from .._torch import saved_tensors_hooks
 from ..engine._offloaded import Offload, dtype_of_guest
 from ..values._leaves import tensors_of, version
 from ._between import Between, is_checkpoint
@@ -78,6 +78,8 @@ class OnLastDevice:
     such as those of an optimizer or of ``state_dict``, compute where their tensors are.
     """
 
+    is_of_forward = False
+
     def __init__(self, places: Places) -> None:
         self.device, self._places = places.devices[-1], places
         self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}  # of parameters, which are often used several times
@@ -144,12 +146,3 @@ def on_last_device(devices: Sequence[torch.device], offload: Offload) -> Abstrac
     """Return a context whose operations compute on the last device."""
     places = Places(devices, offload)
     return Between(OnLastDevice(places)) if places.are_several else nullcontext()
-
-
-@contextmanager
-def where_they_are() -> Iterator[None]:
-    """Compute where the tensors are in this context, as the stages of a run do."""
-    found = (each for each in function_modes() if isinstance(each, Between) and isinstance(each.looks, OnLastDevice))
-    mode = next(found, None)
-    with nullcontext() if mode is None else mode.off():
-        yield

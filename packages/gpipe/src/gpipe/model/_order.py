@@ -62,6 +62,7 @@ class Rehearsal:
     """
 
     copies = offloads = False
+    is_of_forward = True
 
     def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
         self.model, self._blocks = model, blocks

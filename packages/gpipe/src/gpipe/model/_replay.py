@@ -63,6 +63,8 @@ class Replay:
         offload: whether parameters are on the host, and in which dtype stages compute.
     """
 
+    is_of_forward = True
+
     def __init__(
         self,
         model: nn.Module,

@@ -26,13 +26,13 @@ from ..skip.layout import skippables
 from ..values._leaves import Activation, tensors_of
 from ..values._sharing import gathered
 from ._apart import unchanged
+from ._between import in_one_operation
 from ._blocks import Blocks, Division
 from ._cache import expect_same_without_cache, without_cache
 from ._convention import Convention
 from ._count import with_whole_count
 from ._documents import Packed, are_apart, cut_between, mean_of_row, pieces_of, share_a_row
 from ._entries import with_entries
-from ._moved import where_they_are
 from ._pick import Pick
 from ._pipeline import ModelPipeline
 from ._replay import Replay, ReplayedLoss, depends_on_others, ordered, returned_itself, used_of
@@ -87,9 +87,11 @@ class ModelStepping(Stepping):
         assert isinstance(self._pipeline, ModelPipeline)
         return self._pipeline
 
-    @where_they_are()
     def _computed(self, pipeline: ModelPipeline, inputs: Any, out_spec: Any) -> Any:
         """Return the output, for the full mini-batch, of the module that ``pipeline`` computes."""
+        return in_one_operation(self._output, pipeline, inputs, out_spec)
+
+    def _output(self, pipeline: ModelPipeline, inputs: Any, out_spec: Any) -> Any:
         given = self._checked(inputs)
         batches, versions = self._cut(given, pipeline.divided.model)
         self._warn_of_batch(len(batches))
