@@ -1,5 +1,6 @@
 """Plans for devices that are not there: which stages are searched, links, bytes, and who does what."""
 
+import re
 from dataclasses import replace
 from inspect import signature
 from itertools import pairwise
@@ -289,3 +290,40 @@ def test_parameters_on_the_host_are_suggested_where_they_fit(widths: list[int], 
     except Infeasible as error:
         if any(change.startswith("offload=True") for change in error.changes):
             plan(model, x, device, optimizer="sgd", checkpoint=None if is_free else "never", offload=True)
+
+
+def test_devices_without_a_layer_are_not_used() -> None:
+    """Nor is what is known of them, of hypothetical devices and of real ones."""
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    x, loss = torch.zeros(8, 8), {"loss_fn": torch.sum, "reduction": "sum", "calibrate": False, "chunks": 2}
+    found = plan(layers, x, ["24GB", "12GB", "6GB"], speeds=[1, 0.5, 0.25], memory=["1GB", "2GB", "3GB"], **loss)
+    assert sorted(size or 0 for size in found.memory) == [10**9, 2 * 10**9]
+    real = plan(layers, x, (f"cpu:{k}" for k in range(3)), speeds=[1, 0.5, 0.25], **loss)
+    assert {*real.devices} == {"cpu:0", "cpu:1"}
+    with pytest.raises(ValueError, match=r"speeds: expected one per device \(3\), got 2"):
+        plan(layers, x, ["24GB", "12GB", "6GB"], speeds=[1, 0.5], **loss)
+
+
+@pytest.mark.parametrize("devices", ["24GB", "1x24GB", ["24GB"], iter(["24GB"])])
+def test_a_single_device(devices: Any) -> None:
+    found = plan(
+        nn.Sequential(nn.Linear(8, 8)), torch.zeros(8, 8), devices, loss_fn=torch.sum, reduction="sum", chunks=1
+    )
+    assert found.devices == ("fake 24GB",)
+
+
+def test_the_report_has_the_bytes_of_each_device_by_kind(example: Plan) -> None:
+    text = str(example)
+    assert re.search(r"rows/s, devices \d+\.\d % busy", text)
+    (kinds,) = [line for line in text.splitlines() if line.startswith("device ")]
+    assert kinds.split() == [
+        "device",
+        "parameters",
+        "gradients",
+        "optimizer",
+        "activations",
+        "transient",
+        "total",
+        "of",
+    ]
+    assert [line.split()[:3] for line in text.splitlines() if "fake 3GB" in line][-1][:3] == ["3,", "fake", "3GB"]

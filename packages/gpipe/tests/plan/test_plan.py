@@ -339,3 +339,18 @@ def test_devices_of_several_types_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("gpipe._plan._request.checked_devices", lambda devices, _: [*map(torch.device, devices)])
     with pytest.raises(ValueError, match="devices: expected devices of one type, got cpu, cuda"):
         made(devices=["cpu", "cuda"])
+
+
+def test_an_expanded_buffer_does_not_end_a_verification() -> None:
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 8)
+            self.register_buffer("scale", torch.ones(1).expand(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scale
+
+    x, model = torch.zeros(8, 8), nn.Sequential(Scaled(), Scaled())
+    found = plan(model, x, ["cpu"] * 2, loss_fn=torch.sum, reduction="sum", chunks=2, calibrate=False)
+    pipe = found.build(model)
+    assert found.verify(x, pipe=pipe).seconds > 0

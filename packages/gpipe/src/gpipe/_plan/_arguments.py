@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
+from torch import nn
 
 from microbatch import Batch, check, scatter
 
@@ -20,6 +22,9 @@ SCHEDULES = ("1f1b", "zero_bubble", "fill_drain", "interleaved", "interleaved_ze
 
 WAITING = ("fill_drain", BREADTH_FIRST)
 """The schedules under which no backward starts before the last forward has finished."""
+
+ALL = 1 << 16
+"""More devices than there are."""
 
 LOOPS = 2
 """The number of stages per device under interleaved and V-shaped schedules."""
@@ -41,6 +46,11 @@ def expect_rows(sample: Any) -> None:
     if not shapes or not all(shape and shape[0] for shape in shapes):
         found = ", ".join(map(str, shapes)) or repr(sample)
         raise ValueError(f"sample: expected a mini-batch of tensors with at least one row, got shapes {found}")
+
+
+def listed_devices(devices: Any, model: nn.Module) -> Any:
+    """Return ``devices``; a list if they are an iterator, which may be endless."""
+    return [*islice(devices, 1 + sum(1 for _ in model.modules()))] if isinstance(devices, Iterator) else devices
 
 
 def rows_of(sample: Any) -> int:
@@ -90,10 +100,8 @@ def read_memory(memory: Any, devices: Sequence[torch.device]) -> list[int | None
     return [None if size is None else read_bytes(size, f"memory[{j}]") for j, size in enumerate(given)]
 
 
-def read_speeds(speeds: Any, devices: int) -> list[float] | None:
-    """Return the relative speed of each device, as given; None if it is not given."""
-    if speeds is None:
-        return None
+def read_speeds(speeds: Any, devices: int) -> list[float]:
+    """Return the speed of each device relative to the first."""
     given = listed("speeds", speeds, "a list with one number per device", f"speeds={[1.0] * devices!r}")
     if len(given) != devices:
         raise ValueError(f"speeds: expected one per device ({devices}), got {len(given)}")

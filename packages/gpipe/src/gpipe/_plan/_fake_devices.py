@@ -60,7 +60,7 @@ def read_fake(devices: Any, bandwidth: Any = None, latency: Any = None) -> FakeD
     [80000000000, 80000000000, 24000000000]
     """
     texts = [devices] if isinstance(devices, str) else devices
-    if not _are_fake(texts, alone=isinstance(devices, str)):
+    if not _are_fake(texts):
         for name, given in (("bandwidth", bandwidth), ("latency", latency)):
             if given is not None:
                 raise ValueError(f"{name}: requires hypothetical devices, such as '8x80GB'; got devices={devices!r}")
@@ -71,12 +71,9 @@ def read_fake(devices: Any, bandwidth: Any = None, latency: Any = None) -> FakeD
     return FakeDevices(found, _link(bandwidth, latency))
 
 
-def _are_fake(texts: Any, *, alone: bool) -> bool:
-    """Return whether these are texts for hypothetical devices; a single one needs a count."""
+def _are_fake(texts: Any) -> bool:
     if not isinstance(texts, (list, tuple)) or not texts or not all(isinstance(text, str) for text in texts):
         return False
-    if alone:
-        return _SPEC.fullmatch(texts[0]) is not None
     return all(_SPEC.fullmatch(text) or text.strip().upper() in _KINDS or is_size(text) for text in texts)
 
 

@@ -144,12 +144,13 @@ def plan(
     takes_output_alone(loss_fn, target)  # or raises
     target = None if target is None else replicated(target, "target")
     _arguments.expect_target(target, sample)
+    devices = _arguments.listed_devices(devices, model)
     fake = read_fake(devices, bandwidth, latency)
     host = read_host(offload, host_memory, host_bandwidth)
     found = planned(model, sample, lambda most: len(read_places(devices, fake, most)))
     if not found.layers:
         raise ValueError("model: expected at least one layer, got none")
-    places = read_places(devices, fake, len(found.layers))
+    places, given = (read_places(devices, fake, most) for most in (len(found.layers), _arguments.ALL))
     if not fake and (profile is None or calibrate):
         expect_data(model, "plan")
     request = Request(
@@ -161,8 +162,9 @@ def plan(
         places=places,
         placements=read_placements(devices, places, len(found.layers), schedule, host),
         chunks=chunks_to_search(chunks, sample, model),
-        memory=_arguments.read_memory(_sizes_of(fake, places) if fake and memory is None else memory, places),
-        speeds=_arguments.read_speeds(speeds, len(places)),
+        # Devices without a layer are not used, whatever is known of them.
+        memory=_arguments.read_memory(_sizes_of(fake) if fake and memory is None else memory, given)[: len(places)],
+        speeds=None if speeds is None else _arguments.read_speeds(speeds, len(given))[: len(places)],
         modes=_arguments.read_modes(checkpoint, apart=places[0].type != "cpu"),
         optimizer=optimizer_bytes(optimizer, found.layers.values()),
         profile=read_profile(profile, found.names, timed=fake is None),
@@ -255,8 +257,8 @@ def _source(request: Request, measured: Measured) -> str:
     return f"{len(profile)} layers measured on {profile.device} at {rows} rows; {link if measured.apart else engine}"
 
 
-def _sizes_of(fake: FakeDevices, places: Sequence[torch.device]) -> list[int]:
-    return [device.memory for device in fake.each[: len(places)]]
+def _sizes_of(fake: FakeDevices) -> list[int]:
+    return [device.memory for device in fake.each]
 
 
 SHOWN = 8

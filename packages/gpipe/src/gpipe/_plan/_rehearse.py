@@ -62,7 +62,8 @@ def peaks_of(model: Planned, x: Any, y: Any, loss: StepLoss, way: Candidate, few
 
     All stages share memory, as on a CPU, so the output of a stage stays as long as the next stage needs it. The peak
     thus depends on the order of the stages; the result is the largest of three steps, in two of which the first or the
-    last stages run as early as possible. Any error means that a layer needs the values of tensors.
+    last stages run as early as possible. On devices with their own memory and one stage each, a step in which the first
+    stages are ahead is enough. Any error means that a layer needs the values of tensors.
     """
     sizes, chunks = way.sizes, way.chunks
     mode = fake_mode()
@@ -72,11 +73,15 @@ def peaks_of(model: Planned, x: Any, y: Any, loss: StepLoss, way: Candidate, few
     pipe = tried_pipe(model, model.faked(mode), ["cpu"] * len(sizes), few, way)
     program, arguments = way.program(few), loss.without_data(whole=way.costs.measured.whole_loss)
     with closing(pipe), inline(), FusedAttention() if way.costs.measured.apart else nullcontext():
-        # The first step of a pipe detects the properties of its layers.
-        pipe.step(inputs, targets, **arguments, schedule=program)
-        # First, the last stage that can run does. In the other two, the first stages or the last devices are ahead.
-        paces = [4.0**j for j in range(len(sizes))], [4.0**-place for place in placement]
-        steps = program, *[in_turns(program, placement, pace) for pace in paces]
+        # The first step of a pipe detects the properties of its layers, for which one micro-batch is enough.
+        pipe.chunks = 1
+        pipe.step(first(inputs, few, 1), None if targets is None else first(targets, few, 1), **arguments)
+        pipe.chunks = few
+        ahead = in_turns(program, placement, [4.0**j for j in range(len(sizes))])
+        # First, the last stage that can run does. In the last step, the last devices are ahead.
+        behind = in_turns(program, placement, [4.0**-place for place in placement])
+        is_enough = way.costs.measured.apart and len({*placement}) == len(placement)
+        steps = [ahead] if is_enough else [program, ahead, behind]
         found = [peak_bytes(pipe, inputs, targets, arguments, step, placement) for step in steps]
     return [max(peaks) for peaks in zip(*found, strict=True)]
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from dataclasses import fields
+from itertools import groupby, takewhile
 from typing import TYPE_CHECKING
 
 from profiler.text import align, format_bytes, format_seconds, format_share
 
+from ._bytes import DeviceBytes
 from ._costs import bounds
 from ._data import Alternative
 
@@ -18,7 +20,7 @@ _MANY = 8
 
 
 def report(plan: Plan) -> str:
-    parts = [_heading(plan), align([*_stages(plan)], left=4)]
+    parts = [_heading(plan), align([*_stages(plan)], left=4), align([*_devices(plan)], left=1)]
     rows = [["alternative", "chunks", "checkpoint", "balance", "step", "peak memory", "why not"]]
     rows += map(_alternative, plan.alternatives)
     parts += [align(rows, left=7)] if plan.alternatives else []
@@ -34,26 +36,51 @@ def _heading(plan: Plan) -> str:
         f"balance={plan.balance}, chunks={plan.chunks}, checkpoint={plan.checkpoint}, "
         f"schedule={plan.schedule!r}\n"
         f"a step of {plan.rows} rows{marked}: {format_seconds(seconds.mid)} ({between}), "
-        f"{found.throughput:.4g} rows/s, bubble {format_share(found.bubble)}"
+        f"{found.throughput:.4g} rows/s, devices {format_share(1 - found.bubble)} busy"
     )
 
 
 def _stages(plan: Plan) -> Iterable[list[str]]:
-    yield ["stage", "device", "layers", "checkpoint", "forward", "backward", "activations", "memory", "of"]
+    yield ["stage", "device", "layers", "checkpoint", "forward", "backward"]
+    names = _device_names(plan)
     for j, (stage, (begin, end), place) in enumerate(zip(plan.stages, bounds(plan.sizes), plan.placement, strict=True)):
-        need, size = plan.predicted.bytes[place], plan.memory[place]
         first, last, mode = plan.layers[begin].name, plan.layers[end - 1].name, plan.modes[j]
+        split = " (split)" if j in plan.split else ""
         yield [
             str(j),
-            plan.devices[place] if len(plan.devices) == len(plan.sizes) else f"{place}, {plan.devices[place]}",
-            first if first == last else f"{first} … {last}",
+            names[place],
+            first if first == last else f"{first} … {_beyond(first, last)}",
             mode,
             format_seconds(stage.forward),
-            format_seconds(stage.backward) + (" (split)" if j in plan.split else ""),
-            format_bytes(need.activations + need.transient),
-            format_bytes(need.total),
-            "–" if size is None else format_bytes(size),
+            format_seconds(stage.backward) + split,
         ]
+
+
+def _beyond(first: str, last: str) -> str:
+    """Return ``last`` without the modules that it shares with ``first``.
+
+    >>> _beyond("model.layers.0", "model.layers.13"), _beyond("embedding", "blocks.3")
+    ('13', 'blocks.3')
+    """
+    pairs = zip(first.split("."), last.split("."), strict=False)
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return ".".join(last.split(".")[shared:])
+
+
+def _devices(plan: Plan) -> Iterable[list[str]]:
+    """Yield the peak bytes of each device by kind, and its limit."""
+    kinds = [field.name for field in fields(DeviceBytes)]
+    yield ["device", *kinds, "total", "of"]
+    for name, need, size in zip(_device_names(plan), plan.predicted.bytes, plan.memory, strict=True):
+        each = [format_bytes(getattr(need, kind)) for kind in kinds]
+        yield [name, *each, format_bytes(need.total), "–" if size is None else format_bytes(size)]
+
+
+def _device_names(plan: Plan) -> list[str]:
+    """Return the devices as text, with their indices unless they are as many different ones as stages."""
+    if len(plan.devices) == len(plan.sizes) and len({*plan.devices}) == len(plan.devices):
+        return [*plan.devices]
+    return [f"{k}, {device}" for k, device in enumerate(plan.devices)]
 
 
 def _alternative(other: Alternative) -> list[str]:

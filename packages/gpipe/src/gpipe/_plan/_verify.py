@@ -137,8 +137,12 @@ def as_before(pipe: GPipe) -> Iterator[None]:
     """Restore gradients and buffers at the end of a ``with`` block. Steps inside set gradients to None."""
     gradients = [(parameter, parameter.grad) for parameter in pipe.parameters()]
     owners = [module._buffers for module in pipe.modules()]
+    # An expanded buffer can be neither modified nor restored.
     buffers = [
-        (own, name, buffer, buffer.clone()) for own in owners for name, buffer in own.items() if buffer is not None
+        (own, name, buffer, buffer.clone())
+        for own in owners
+        for name, buffer in own.items()
+        if buffer is not None and not _is_expanded(buffer)
     ]
     try:
         yield
@@ -148,3 +152,9 @@ def as_before(pipe: GPipe) -> Iterator[None]:
         with torch.no_grad():
             for own, name, buffer, value in buffers:
                 own[name] = buffer.copy_(value)
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    """Return whether several elements of ``tensor`` have the same memory."""
+    layout = zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout is torch.strided else ()
+    return any(size > 1 and not stride for size, stride in layout)
