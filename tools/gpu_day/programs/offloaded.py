@@ -1,6 +1,6 @@
-"""A model whose parameters are on the host, beside the same model resident, FSDP2's CPU offload and save_on_cpu.
+"""A model whose parameters, or saved tensors, are on the host, beside the same model resident.
 
-Then a model of four times the memory that the process may use.
+Also beside FSDP2's CPU offload and save_on_cpu. Then a model of four times the memory that the process may use.
 """
 
 from __future__ import annotations
@@ -51,9 +51,14 @@ def main() -> None:
 Step = Callable[[Tensor], object]
 
 
-def resident(layers: nn.Sequential, device: torch.device) -> Step:
-    pipe = GPipe(layers, [len(layers) // 2] * 2, devices=[device] * 2, chunks=CHUNKS, checkpoint="always")
-    return _stepping(pipe)
+def resident(checkpoint: str) -> Callable[[nn.Sequential, torch.device], Step]:
+    """All micro-batches are in flight, so that as much as possible is saved, recomputed or moved."""
+
+    def made(layers: nn.Sequential, device: torch.device) -> Step:
+        pipe = GPipe(layers, [len(layers) // 2] * 2, devices=[device] * 2, chunks=CHUNKS, checkpoint=checkpoint)
+        return _stepping(pipe, "fill_drain")
+
+    return made
 
 
 def offloaded(layers: nn.Sequential, device: torch.device) -> Step:
@@ -120,7 +125,9 @@ def fsdp(layers: nn.Sequential, device: torch.device) -> Step:
 
 
 WAYS: dict[str, Callable[[nn.Sequential, torch.device], Step]] = {
-    "resident": resident,
+    "resident": resident("always"),
+    "resident, checkpoint='never'": resident("never"),
+    "resident, checkpoint='offload'": resident("offload"),
     "offload=True": offloaded,
     "offload=True, then SGD": offloaded_then_updated,
     "offload=True, step(optimizer=SGD)": offloaded_and_updated,
@@ -129,10 +136,10 @@ WAYS: dict[str, Callable[[nn.Sequential, torch.device], Step]] = {
 }
 
 
-def _stepping(pipe: GPipe) -> Step:
+def _stepping(pipe: GPipe, schedule: str | None = None) -> Step:
     def step(x: Tensor) -> None:
         pipe.zero_grad()
-        pipe.step(x, loss_fn=mean_square, reduction="mean")
+        pipe.step(x, loss_fn=mean_square, reduction="mean", schedule=schedule)
 
     return step
 
