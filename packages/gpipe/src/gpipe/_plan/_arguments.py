@@ -29,6 +29,9 @@ ALL = 1 << 16
 LOOPS = 2
 """The number of stages per device under interleaved and V-shaped schedules."""
 
+SEARCH = "search"
+"""The name of a schedule that is searched for the costs of the stages."""
+
 MODES = ("never", "except_last", "always")
 """The checkpoint modes to search. On devices with their own memory, :data:`OFFLOAD` is searched, too."""
 
@@ -146,8 +149,8 @@ def read_schedules(schedule: str | None) -> Sequence[str]:
         return SCHEDULES
     if not isinstance(schedule, str):
         raise TypeError(f"schedule: expected the name of a schedule, such as '1f1b'; got {schedule!r}")
-    expect_name(schedule, SCHEDULES)
-    return (schedule.lower(),)
+    expect_name(schedule, (*SCHEDULES, SEARCH))
+    return SCHEDULES if schedule.lower() == SEARCH else (schedule.lower(),)
 
 
 def placed(schedules: Sequence[str], devices: int, layers: int) -> dict[tuple[int, ...], list[str]]:

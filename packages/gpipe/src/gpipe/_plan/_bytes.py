@@ -18,7 +18,7 @@ from ..schedule import Kind, checkpoint_stops
 from ..schedule._actions import TRIPS
 from ..schedule._named import lanes
 from ..schedule._offloads import with_offloads
-from ..schedule._replay import walk_of
+from ..schedule._replay import Lane, walk_of
 from ..timeline._costs import freed
 from ._arguments import OFFLOAD, WAITING
 
@@ -96,6 +96,14 @@ def held(
     lane = lanes(schedule, m, placement, stop, [stage] if splits else [])[placement[stage]]
     if mode == OFFLOAD:
         (lane,) = with_offloads(walk_of([lane]), [stage])
+    return held_in(lane, stage, stop)
+
+
+def held_in(lane: Lane, stage: int, stop: int) -> list[Held]:
+    """Return the peak states of a stage, as :func:`held`, in the steps of its worker.
+
+    Micro-batches below ``stop`` are checkpointed.
+    """
     whole, late, bare, leaving = set[int](), set[int](), set[int](), set[int]()
     found = set[Held]()
     for j, (kind, i) in lane:

@@ -97,4 +97,6 @@ def train(
     # If zero bubble is passed by its name, the pipe measures in its first steps which backwards are worth splitting.
     microbatches = len(scatter(x, way.chunks))  # fewer than chunks if there are few rows
     with closing(pipe):
-        return timed(pipe, x, y, loss.arguments(), way.program(microbatches) if way.split else way.schedule)
+        return timed(
+            pipe, x, y, loss.arguments(), way.program(microbatches) if way.split or way.order else way.schedule
+        )

@@ -12,7 +12,7 @@ from ..schedule._modes import offloading_stages
 from ..schedule._named import BREADTH_FIRST, lanes
 from ..schedule._offloads import with_offloads
 from ..schedule._replay import Lane, makespan, walk_of
-from ._arguments import SCHEDULES
+from ._arguments import SCHEDULES, SEARCH
 from ._bytes import DeviceBytes
 from ._costs import Costs, Measured, bounds
 
@@ -76,6 +76,7 @@ class Candidate:
         split: the indices of the stages whose backward is split.
         rehearsed: the bytes of each device in a dry run; empty before a dry run.
         note: how the bytes were obtained, as a note of the plan.
+        order: the searched schedule; None for a named one.
     """
 
     costs: Costs
@@ -86,6 +87,7 @@ class Candidate:
     split: tuple[int, ...] = ()
     rehearsed: tuple[DeviceBytes, ...] = ()
     note: str = ""
+    order: Schedule | None = None
 
     @property
     def chunks(self) -> int:
@@ -93,7 +95,16 @@ class Candidate:
 
     @cached_property
     def account(self) -> tuple[DeviceBytes, ...]:
+        if self.order is not None:
+            return self.costs.device_bytes_in(self.order, self.sizes, self.modes)
         return self.costs.device_bytes(self.sizes, self.modes, self.schedule, self.split)
+
+    def fixed(self, device: int) -> int:
+        """Return the bytes of a device that do not depend on the number of micro-batches in flight."""
+        need = self.account[device]
+        on = [j for j, place in enumerate(self.costs.measured.placement) if place == device]
+        own = [self.costs.stage_bytes_of(*bounds(self.sizes)[j]).kept for j in on]
+        return need.total - need.activations - min(own)
 
     @property
     def bytes(self) -> tuple[DeviceBytes, ...]:
@@ -125,9 +136,11 @@ class Candidate:
     @property
     def simplicity(self) -> tuple[int, int, int]:
         """A sort key, lower for simpler ones: the number of stages, then chunks, then the rank of the schedule."""
-        return len(self.sizes), self.chunks, (*SCHEDULES, BREADTH_FIRST).index(self.schedule)
+        return len(self.sizes), self.chunks, (*SCHEDULES, BREADTH_FIRST, SEARCH).index(self.schedule)
 
     def program(self, microbatches: int) -> Schedule:
+        if self.order is not None:
+            return self.order
         measured = self.costs.measured
         return program_of(
             self.schedule,

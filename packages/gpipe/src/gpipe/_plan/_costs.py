@@ -10,11 +10,11 @@ from typing import NamedTuple, TypeVar
 
 from profiler import LayerProfile, Profile
 
-from ..schedule import SPLIT_SECONDS, SPLITTING, Kind
+from ..schedule import SPLIT_SECONDS, SPLITTING, Kind, Schedule, checkpoint_stops
 from ..timeline import StageCost
 from ..timeline._hops import Link
 from ._arguments import OFFLOAD
-from ._bytes import DeviceBytes, StageBytes, held, kept_and_peak
+from ._bytes import DeviceBytes, StageBytes, held, held_in, kept_and_peak
 from ._host import Host, device_bytes, parameter_bytes, share_of_device
 
 SPLIT_PYTHON = 130e-6
@@ -171,7 +171,7 @@ class Costs:
         )
         part = self._backward_input(layers)
         part = None if part is None else min(backward, part / speed)
-        sizes = self._stage_bytes(first, end)
+        sizes = self.stage_bytes_of(first, end)
         trip = sizes.far / self.measured.host.bandwidth if mode == OFFLOAD else 0.0
         return StageCost(
             # The loss follows the output; if the stage recomputes, the recomputed one.
@@ -209,6 +209,14 @@ class Costs:
         links = zip(bounds(sizes), self.measured.links, strict=True)
         return [link(self.incoming[first]) if first else 0.0 for (first, _), link in links]
 
+    def device_bytes_in(self, order: Schedule, sizes: Sequence[int], modes: Sequence[str]) -> tuple[DeviceBytes, ...]:
+        """Return the peak bytes of each device, as :meth:`device_bytes`, in an order of actions."""
+        found, placement = [DeviceBytes(0, 0, 0, 0, 0)] * self.measured.devices, self.measured.placement
+        lines, stops = order.on(placement), checkpoint_stops(modes, self.chunks, len(modes))
+        for j, (own, mode, place) in enumerate(zip(bounds(sizes), modes, placement, strict=True)):
+            found[place] += self.stage_bytes_of(*own).at_peak(held_in(lines[place], j, stops[j]), mode)
+        return tuple(found)
+
     def device_bytes(
         self, sizes: Sequence[int], modes: Sequence[str], schedule: str, split: Sequence[int] = ()
     ) -> tuple[DeviceBytes, ...]:
@@ -237,7 +245,7 @@ class Costs:
 
     def _at_peak(self, j: int, first: int, end: int, mode: str, schedule: str, splits: bool) -> DeviceBytes:
         moments = held(schedule, mode, self.chunks, self.measured.placement, j, splits)
-        return self._stage_bytes(first, end).at_peak(moments, mode)
+        return self.stage_bytes_of(first, end).at_peak(moments, mode)
 
     def host_bytes(self, sizes: Sequence[int], modes: Sequence[str], schedule: str, split: Sequence[int] = ()) -> int:
         """Return the peak bytes on the host; an upper bound, as the peaks of stages may occur at different times."""
@@ -245,10 +253,11 @@ class Costs:
         for j, (own, mode) in enumerate(zip(bounds(sizes), modes, strict=True)):
             if mode == OFFLOAD:
                 moments = held(schedule, mode, self.chunks, placement, j, j in split)
-                found += max(each.bare for each in moments) * self._stage_bytes(*own).far
+                found += max(each.bare for each in moments) * self.stage_bytes_of(*own).far
         return found
 
-    def _stage_bytes(self, first: int, end: int) -> StageBytes:
+    def stage_bytes_of(self, first: int, end: int) -> StageBytes:
+        """Return the bytes of a stage with these layers."""
         if (first, end) not in self._sizes:
             self._sizes[first, end] = self._bytes_of(first, end)
         return self._sizes[first, end]

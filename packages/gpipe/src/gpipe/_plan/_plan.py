@@ -17,10 +17,10 @@ from .._page import fragment, page, save
 from ..module._arguments import Device, checked_devices
 from ..module._modes import checked_modes
 from ..module._partition import expect_sequential
-from ..schedule import SCHEDULES
+from ..schedule import SCHEDULES, Schedule
 from ..timeline import StageCost, Timeline, simulate
 from ..timeline._svg import svg
-from ._arguments import WAITING, rows_of
+from ._arguments import SEARCH, WAITING, rows_of
 from ._candidate import program_of
 from ._data import Alternative, LayerKey, Prediction, Remembered, layer_keys
 from ._fake_devices import FAKE
@@ -47,6 +47,7 @@ class Plan:
     Attributes:
         chunks: the number of micro-batches.
         schedule: the name of the schedule for :meth:`gpipe.GPipe.step`.
+        order: the schedule as text if it was searched, and ``schedule`` is ``"search"``; else empty.
         predicted: the predicted seconds, bytes per device by kind, throughput and bubble.
         alternatives: other configurations, and why each was not chosen.
         devices: the devices, as text.
@@ -80,6 +81,7 @@ class Plan:
     whole_loss: bool
     own_forward: bool = False
     offload: bool = False
+    order: str = ""
     alternatives: tuple[Alternative, ...] = ()
     notes: tuple[str, ...] = ()
     _here: Remembered = field(default_factory=Remembered, compare=False, repr=False)
@@ -102,14 +104,18 @@ class Plan:
     @property
     def timeline(self) -> Timeline:
         """The predicted timeline of a step."""
-        program = program_of(
-            self.schedule,
-            self.chunks,
-            self.placement,
-            self.modes,
-            self.split,
-            offload=self.offload,
-            whole_loss=self.whole_loss,
+        program = (
+            Schedule.parse(self.order)
+            if self.order
+            else program_of(
+                self.schedule,
+                self.chunks,
+                self.placement,
+                self.modes,
+                self.split,
+                offload=self.offload,
+                whole_loss=self.whole_loss,
+            )
         )
         return simulate(program, self.stages, transfer=self.hops[1:])
 
@@ -186,9 +192,11 @@ class Plan:
     def step_arguments(self) -> dict[str, Any]:
         """The arguments for :meth:`gpipe.GPipe.step` in addition to the mini-batch and the loss.
 
-        Pass them as ``**plan.step_arguments``. They do not include ``reduction``, which belongs to the loss.
+        Pass them as ``**plan.step_arguments``. They do not include ``reduction``, which belongs to the loss. A searched
+        schedule needs the planned number of micro-batches; ``schedule=plan.schedule`` runs mini-batches of any size,
+        with a schedule that the pipe searches itself.
         """
-        return {"schedule": self.schedule}
+        return {"schedule": Schedule.parse(self.order) if self.order else self.schedule}
 
     def verify(
         self,
@@ -280,7 +288,7 @@ class Plan:
         stages = {name: len(getattr(plan, name)) for name in ("sizes", "placement", "modes", "stages", "hops")}
         devices = {len(plan.devices), len(plan.memory), len(plan.predicted.bytes)}
         fits = {*plan.placement} == {*range(len(plan.devices))} and {*(plan.split or ())} <= {*range(len(plan.sizes))}
-        fits &= plan.schedule in SCHEDULES and min(plan.rows, plan.chunks) > 0
+        fits &= plan.schedule in (*SCHEDULES, *([SEARCH] if plan.order else [])) and min(plan.rows, plan.chunks) > 0
         fits &= plan.schedule in WAITING or not plan.whole_loss
         if len({*stages.values()}) + len(devices) > 2 or sum(plan.sizes) != len(plan.layers) or not fits:
             raise ValueError(

@@ -37,7 +37,7 @@ def rehearsed(model: Planned, x: Any, y: Any, loss: StepLoss, way: Candidate) ->
     The ``model`` is unchanged, and may be on ``meta``.
     """
     # Twice as many as are ever in flight; under fill-drain, all of them are.
-    few = way.chunks if way.schedule == "fill_drain" else min(way.chunks, 2 * len(way.sizes) + 2)
+    few = way.chunks if way.order or way.schedule == "fill_drain" else min(way.chunks, 2 * len(way.sizes) + 2)
     if few * len(model.layers) > MOST:
         return replace(way, note=f"{ACCOUNT}; the step is too long for a dry run")
     # On fake tensors, torch's CPU kernel of an LSTM does not show the memory that it saves for the backward.
@@ -51,7 +51,7 @@ def rehearsed(model: Planned, x: Any, y: Any, loss: StepLoss, way: Candidate) ->
         return replace(way, note=f"{ACCOUNT}; the dry run on fake tensors failed: {error!r:.200}")
     # A dry run uses one memory, so add the optimizer's state and the copies between devices.
     shared = replace(way.costs.measured, apart=False).cut(way.chunks)
-    alone = shared.device_bytes(way.sizes, way.modes, way.schedule, way.split)
+    alone = replace(way, costs=shared).account
     found = zip(way.account, alone, peaks, strict=True)
     rehearsed = tuple(_with(need, peak + need.optimizer + need.total - own.total) for need, own, peak in found)
     return replace(way, rehearsed=rehearsed, note="bytes: counted in one step of the engine on fake tensors")

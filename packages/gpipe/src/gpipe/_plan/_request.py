@@ -28,6 +28,7 @@ class Request:
         fake: the hypothetical devices; None for real ones.
         places: the devices; ``meta`` for hypothetical ones.
         placements: the placements of stages to search, with the schedules for each.
+        schedule: the requested schedule; None to search.
         chunks: the numbers of micro-batches to search.
         memory: the limit of each device in bytes; None for no limit.
         speeds: the speed of each device, relative to the first; None if the caller does not say.
@@ -44,6 +45,7 @@ class Request:
     fake: FakeDevices | None
     places: Sequence[torch.device]
     placements: Mapping[tuple[int, ...], Sequence[str]]
+    schedule: str | None
     chunks: Sequence[int]
     memory: Sequence[int | None]
     speeds: Sequence[float] | None

@@ -83,12 +83,13 @@ def verify(plan: Plan, pipe: GPipe, x: Any, y: Any, loss: Loss) -> Verification:
     Returns:
         Predicted and measured figures, and the timeline of a step.
     """
+    schedule = plan.step_arguments["schedule"]
     with as_before(pipe):
-        seconds = timed(pipe, x, y, loss, plan.schedule)
+        seconds = timed(pipe, x, y, loss, schedule)
         with record() as timeline:
-            pipe.step(x, y, **loss, schedule=plan.schedule)
+            pipe.step(x, y, **loss, schedule=schedule)
         # The memory of loaded parameters is not allocated by actions.
-        sizes = [] if plan.offload else peak_bytes(pipe, x, y, loss, plan.schedule, plan.placement)
+        sizes = [] if plan.offload else peak_bytes(pipe, x, y, loss, schedule, plan.placement)
     predicted = () if plan.offload else tuple(need.total - need.optimizer for need in plan.predicted.bytes)
     return Verification(plan.predicted.seconds.mid, median(seconds), predicted, tuple(sizes), timeline)
 
