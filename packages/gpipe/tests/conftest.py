@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from gpipe._plan import _measure
 from gpipe.engine import _saved
 
 from .worlds import of_each_size
@@ -16,6 +17,14 @@ def small_tensors_move() -> Iterator[None]:
     """With ``checkpoint="offload"``, also the small tensors of these tests go to the host."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(_saved, "SMALL", 0)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def plans_measure_briefly() -> Iterator[None]:
+    """Layers of tests take microseconds, and no test asks for seconds: as few rounds as there have to be will do."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_measure, "SECONDS", 0.02)
         yield
 
 
