@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpipe._plan import _measure
+from gpipe._plan import _measure as of_plans
 from gpipe.engine import _saved
+from gpipe.model import _measure as of_blocks
 
 from .worlds import of_each_size
 
@@ -21,10 +22,11 @@ def small_tensors_move() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def plans_measure_briefly() -> Iterator[None]:
-    """Layers of tests take microseconds, and no test asks for seconds: as few rounds as there have to be will do."""
+def short_measurements() -> Iterator[None]:
+    """Layers of tests take microseconds, or far longer than the others: a few rounds tell, instead of a second."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(_measure, "SECONDS", 0.02)
+        patched.setattr(of_plans, "SECONDS", 0.02)
+        patched.setitem(of_blocks.measured.__kwdefaults__, "timeout", 0.2)
         yield
 
 
