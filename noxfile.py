@@ -259,8 +259,8 @@ def interleavings(session: nox.Session) -> None:
 def frameworks(session: nox.Session) -> None:
     """Test pipelines in third-party trainers: transformers, accelerate, Lightning, peft.
 
-    ``-- short`` runs the trainer of transformers, which uses most features of a pipe, with a model of each kind, the code
-    in the pages, and the example for several processes; other arguments are passed to pytest.
+    ``-- short`` runs the trainer of transformers, which uses most features of a pipe, with some models, the code in the
+    pages, and the example for several processes; other arguments are passed to pytest.
     """
     install_all(session, "frameworks", "demo")
     short = [f"tests/frameworks/test_{name}.py" for name in ("trainer", "pages", "examples")]
