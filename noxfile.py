@@ -43,10 +43,12 @@ SHORT = {
     "gpipe": "any_order",
 }
 """The tests of each package that the short form of ``standalone`` runs."""
+KINDS = ("GPT-2", "Llama", "Mixtral", "Mamba", "BART", "ViT", "DeBERTa", "tokens", "answers", "Wav2Vec2", "CLIP")
+SHORT_FRAMEWORKS = f"trainer and not losses_are or pages or in_two or losses_are and ({' or '.join(KINDS)})"
+"""The tests that the short form of ``frameworks`` runs of its files."""
 # Three processes on two cores, as tests sometimes wait for processes and threads.
 THREE = ("--numprocesses", "3", "--dist", "worksteal")
 SEARCH = {"--examples": 2_000, "--seconds": 60}
-SHORT_EXAMPLES = {"train_distributed": ("--steps", "10")}
 EVERYTHING = ("lint", "types", "docs", "typing", "tests", "frameworks", "search", "accelerator", "distributed")
 EVERYTHING += ("examples", "browser", "standalone")
 SHORTER = {"search": ("--", "--seconds=5")}
@@ -65,14 +67,10 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def examples(session: nox.Session) -> None:
-    """Run every program in examples/; arguments select some of them, such as finetune.
-
-    ``-- short`` runs only the program that the tests do not run, for a few steps.
-    """
+    """Run every program in examples/; arguments select some of them, such as finetune."""
     install_all(session, "demo", "frameworks")
-    short = SHORT_EXAMPLES if session.posargs == ["short"] else {}
-    for program in chosen(session, [*short], sorted(path.stem for path in (ROOT / "examples").glob("[!_]*.py"))):
-        command = [f"examples/{program}.py", *short.get(program, ())]
+    for program in session.posargs or sorted(path.stem for path in (ROOT / "examples").glob("[!_]*.py")):
+        command = [f"examples/{program}.py"]
         session.run("python", *command)
         if program == "train_distributed":  # and again with one process per stage
             session.run("torchrun", "--nproc-per-node", "2", *command)
@@ -261,11 +259,12 @@ def interleavings(session: nox.Session) -> None:
 def frameworks(session: nox.Session) -> None:
     """Test pipelines in third-party trainers: transformers, accelerate, Lightning, peft.
 
-    ``-- short`` runs the trainer of transformers, which uses most features of a pipe, and the code in the pages; other
-    arguments are passed to pytest.
+    ``-- short`` runs the trainer of transformers, which uses most features of a pipe, with some models, the code in the
+    pages, and the example for several processes; other arguments are passed to pytest.
     """
     install_all(session, "frameworks", "demo")
-    short = [f"tests/frameworks/test_{name}.py" for name in ("trainer", "pages")]
+    short = [f"tests/frameworks/test_{name}.py" for name in ("trainer", "pages", "examples")]
+    short += ["-k", SHORT_FRAMEWORKS]
     session.run("pytest", *chosen(session, short, ["tests/frameworks"]))
 
 
@@ -339,6 +338,7 @@ def bench_torch(session: nox.Session, version: str) -> None:
 def install(session: nox.Session, *what: str | Path) -> None:
     keep_bytecode(session)
     session.install("-c", "constraints.txt", *map(str, what))
+    share_bytecode(session)
 
 
 def install_all(session: nox.Session, *groups: str) -> None:
@@ -359,6 +359,24 @@ def keep_bytecode(session: nox.Session) -> None:
     """
     folder = Path(session.virtualenv.location).resolve() / "bytecode"
     session.env.update({"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(folder)})
+
+
+def share_bytecode(session: nox.Session) -> None:
+    """Let sessions whose installed files are links to the same ones, those in uv's cache, compile them only once.
+
+    Python looks for the bytecode of a file by its path, and compares the time and the size of the file. Copies would
+    differ in time, and sessions would replace each other's bytecode.
+    """
+    location = Path(session.virtualenv.location).resolve()
+    installed = [path.stat().st_nlink for path in location.glob("lib/python*/site-packages/*.dist-info/METADATA")]
+    if max(installed, default=1) > 1:
+        folder = Path(session.cache_dir).resolve() / "bytecode"
+        own = folder.joinpath(*location.parts[1:])
+        own.mkdir(parents=True, exist_ok=True)
+        if not (own / "lib").is_symlink():
+            (folder / "lib").mkdir(exist_ok=True)
+            (own / "lib").symlink_to(folder / "lib", target_is_directory=True)
+        session.env["PYTHONPYCACHEPREFIX"] = str(folder)
 
 
 def group(*names: str) -> tuple[str, ...]:

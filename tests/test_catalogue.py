@@ -6,7 +6,7 @@ from itertools import chain
 
 import pytest
 import torch
-from docs.catalogue import HOLE, filled, messages
+from docs.catalogue import HOLE, Message, filled, messages
 from torch import nn
 
 import blockpartition
@@ -19,7 +19,10 @@ from .pages import PACKAGES, ROOT
 
 PAGE = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
 NEEDS_GRAD = torch.ones(4, 2, requires_grad=True)
-ALL = list(chain.from_iterable(map(messages, PACKAGES)))
+
+
+def everything() -> list[Message]:
+    return list(chain.from_iterable(map(messages, PACKAGES)))
 
 
 def pipe(**changed: object) -> GPipe:
@@ -46,7 +49,7 @@ def test_what_is_raised_is_in_the_catalogue(fail: Callable[[], object]) -> None:
     with pytest.raises(Exception) as caught:  # noqa: PT011 — of whatever type
         fail()
     said = " ".join(str(caught.value).split())
-    fitting = [each for each in ALL if len(HOLE.sub("", each.text)) > 12 and pattern(each.text).match(said)]
+    fitting = [each for each in everything() if len(HOLE.sub("", each.text)) > 12 and pattern(each.text).match(said)]
     assert type(caught.value).__name__ in {each.kind for each in fitting}, said
 
 
@@ -59,9 +62,9 @@ def pattern(text: str) -> re.Pattern[str]:
 def test_what_the_page_explains_is_raised() -> None:
     explained = re.findall(r"^\| `([^`]+)` \|", PAGE, re.MULTILINE)
     assert len(explained) > 20
-    assert [each for each in explained if not any(each in message.text for message in ALL)] == []
+    assert [each for each in explained if not any(each in message.text for message in everything())] == []
 
 
 def test_every_message_is_on_the_page_once() -> None:
     listed = re.findall(r"^- \*\*(\w+)\*\*: `` (.*) ``$", filled(PAGE), re.MULTILINE)
-    assert sorted(listed) == sorted((each.kind, each.text) for each in ALL)
+    assert sorted(listed) == sorted((each.kind, each.text) for each in everything())

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -25,9 +26,14 @@ EXCEPTIONS = {
 """The only other ways to wait, with the reason."""
 
 
+@lru_cache(1)
+def nodes_of(tree: ast.AST) -> list[ast.AST]:
+    return [*ast.walk(tree)]
+
+
 def attributes(module: str, tree: ast.AST) -> Iterator[str]:
     """The names that a file uses of ``module``, by import or as attributes."""
-    nodes = [*ast.walk(tree)]
+    nodes = nodes_of(tree)
     imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and not node.level and str(node.module).partition(".")[0] == module:
@@ -48,13 +54,13 @@ def other_waits(path: str, tree: ast.AST) -> list[str]:
     # ``from streams._waiting import Lock`` would be bound before a test replaces it.
     found += [
         f"{node.module}.{alias.name}"
-        for node in ast.walk(tree)
+        for node in nodes_of(tree)
         if isinstance(node, ast.ImportFrom) and str(node.module).rpartition(".")[2] in ("_waiting", "waiting")
         for alias in node.names
     ]
     found += [
         f"class ({ast.unparse(base)})"
-        for node in ast.walk(tree)
+        for node in nodes_of(tree)
         if isinstance(node, ast.ClassDef)
         for base in node.bases
         # A subclass is bound to the class that was there when it was defined.

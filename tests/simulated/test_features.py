@@ -169,6 +169,7 @@ def test_calls(name: str, placement: str, mode: str, inline: bool):
         torch.testing.assert_close(used(pipe), wanted)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("placement", CROSSING)
 @pytest.mark.parametrize("inline", [False, True], ids=["threads", "inline"])
 @pytest.mark.parametrize("how", ["call", *SCHEDULES])

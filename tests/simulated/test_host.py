@@ -38,6 +38,7 @@ def counted(placement: str, mode: str, how: str, inline: bool, loss_fn: Loss = c
     return counters
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("placement", ["one device", "all on one device", "three devices"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("how", HOWS)

@@ -18,7 +18,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("case", "mode", "inline", "shares"),
-    some_of(CASES, MODES, [False, True], [False, True]),
+    some_of(CASES, MODES, [False, True], [False, True], every=23),
     ids=lambda value: str(value).replace("'", ""),
 )
 def test_in_order_and_equal(case: tuple[str, str, str], mode: str, inline: bool, shares: bool):

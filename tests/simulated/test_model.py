@@ -155,7 +155,7 @@ def piped(plain: nn.Module, placement: str, mode: str, **options: Any) -> GPipe:
 
 
 @pytest.mark.parametrize(
-    ("name", "case", "mode", "inline"), some_of(MODELS, CASES, MODES, [False, True], every=79), ids=str
+    ("name", "case", "mode", "inline"), some_of(MODELS, CASES, MODES, [False, True], every=127), ids=str
 )
 def test_in_order_and_equal(name: str, case: tuple[str, str, str], mode: str, inline: bool) -> None:
     placement, how, streams = case

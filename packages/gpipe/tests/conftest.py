@@ -4,7 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from gpipe._plan import _measure as of_plans
 from gpipe.engine import _saved
+from gpipe.model import _measure as of_blocks
 
 from .worlds import of_each_size
 
@@ -16,6 +18,15 @@ def small_tensors_move() -> Iterator[None]:
     """With ``checkpoint="offload"``, also the small tensors of these tests go to the host."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(_saved, "SMALL", 0)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def short_measurements() -> Iterator[None]:
+    """Layers of tests take microseconds, or far longer than the others: a few rounds tell, instead of a second."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(of_plans, "SECONDS", 0.02)
+        patched.setitem(of_blocks.measured.__kwdefaults__, "timeout", 0.2)
         yield
 
 

@@ -17,7 +17,10 @@ from profiler import LayerProfile, Profile
 
 ROWS = 16
 
-few = settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+few = settings(
+    max_examples=min(10, settings.default.max_examples // 2),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 
 
 def layer(name: str, seconds: float, saved: int, parameters: int, output: int, rows: int, base: float = 0.0):

@@ -42,7 +42,7 @@ def test_numbers_depend_on_layer_and_micro_batch_alone(
     assert_close(lived(moved, replace(other, loss=loss)), expected, recipe)
 
 
-@settings(max_examples=settings.default.max_examples // 10)
+@settings(max_examples=max(2, settings.default.max_examples // 10))
 @given(st.integers(1, 64), st.integers(1, 64))
 def test_no_two_layers_or_micro_batches_share_a_seed(microbatches: int, layers: int):
     run = RunRNG()
@@ -259,7 +259,7 @@ def _forks() -> None:
 
 
 @pytest.mark.usefixtures("no_collector")  # see state_of(); layers ask torch for the state by themselves
-@settings(max_examples=settings.default.max_examples // 5, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=settings.default.max_examples // 4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.sampled_from(sorted(RACING)), min_size=2, max_size=4),
     st.sampled_from(MODES),

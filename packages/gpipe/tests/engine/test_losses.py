@@ -307,7 +307,7 @@ def peak(chunks: int, schedule: str, mode: str) -> int:
 
 
 @each_schedule
-@settings(max_examples=settings.default.max_examples // 10)
+@settings(max_examples=max(2, settings.default.max_examples // 10))
 @given(few=st.integers(3, 6), more=st.integers(1, 12))
 def test_what_losses_hold_does_not_grow_with_the_number_of_micro_batches(schedule: str, few: int, more: int) -> None:
     """Where the last stage is checkpointed the loss is computed when it is recomputed."""

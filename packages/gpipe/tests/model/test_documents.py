@@ -110,6 +110,7 @@ def expect_the_same(pipe: GPipe, plain: Model, inputs: dict[str, Any], **options
     return tokens
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("items", [None, 13])
 @pytest.mark.parametrize("ends", [False, True])

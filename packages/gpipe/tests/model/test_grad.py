@@ -28,6 +28,7 @@ class Force(Residuals):
         return gradient * 1
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("how", ["call", "whole", "1f1b"])
 @pytest.mark.parametrize("stages", [1, 3])

@@ -63,6 +63,7 @@ class Shifted(nn.Module):
         return F.linear(x, self.embed.weight)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("schedule", ["fill_drain", "1f1b", "zero_bubble"])
 @pytest.mark.parametrize("stages", [1, 2, 3, 6])
 @pytest.mark.parametrize("made", [lambda: Model(add), lambda: Model(put), lambda: Model(put_late), Shifted])

@@ -71,6 +71,7 @@ def made(at: int, there: Change, back: Change) -> Ordered:
     return model
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("at", [0, 2])
 @pytest.mark.parametrize("changes", REFUSED.values(), ids=REFUSED)
@@ -88,6 +89,7 @@ def test_it_is_refused_where_outputs_are_joined(changes: tuple[Change, Change], 
     assert_same(model, plain)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("chunks", [1, 3, 4])
 @pytest.mark.parametrize("at", [0, 2])
 @pytest.mark.parametrize("how", ["call", "whole"])

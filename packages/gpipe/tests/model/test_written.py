@@ -85,6 +85,7 @@ def model_of(kind: str, reads: bool = False) -> Model:
     return Model(kind, reads)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("how", ["call", "1f1b", "zero_bubble"])
 @pytest.mark.parametrize("stages", [2, 3])
@@ -144,6 +145,7 @@ READ: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any, Tensor], Any]]] = 
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("how", ["call", "whole", "1f1b", "zero_bubble"])
 @pytest.mark.parametrize("stages", [1, 3])

@@ -120,7 +120,7 @@ AHEAD = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)), nn.Linear(WI
 """Of such layers, the first stage takes a fifth more if it recomputes while the other one is behind."""
 
 
-@settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=min(10, settings.default.max_examples // 2), suppress_health_check=[HealthCheck.too_slow])
 @given(cases(), st.lists(st.floats(0.1, 10), min_size=4, max_size=4))
 @example((AHEAD, [1, 3], ONE_EACH, ["always"] * 2, "1f1b", 2, False, False), [1.0] * 4)
 @example((copy.deepcopy(AHEAD), [1, 3], ONE_EACH, ["never"] * 2, "fill_drain", 5, False, True), [1.0] * 4)

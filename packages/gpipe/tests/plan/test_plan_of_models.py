@@ -96,7 +96,7 @@ def measured(model: nn.Module, x: Any, device: torch.device, loss: StepLoss | No
 nets = st.builds(Net, st.integers(2, 4), st.integers(1, 2), st.booleans(), st.booleans())
 
 
-@settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=min(6, settings.default.max_examples // 3), suppress_health_check=[HealthCheck.too_slow])
 @given(nets, st.sampled_from([squares, partial(torch.mean)]), st.sampled_from([None, "mean"]), st.sampled_from([1, 3]))
 def test_a_planned_pipe_trains_like_the_model_and_takes_the_bytes(net, loss_fn, reduction, chunks) -> None:
     x = torch.randn(ROWS, WIDTH)
@@ -116,7 +116,7 @@ def test_a_planned_pipe_trains_like_the_model_and_takes_the_bytes(net, loss_fn, 
             assert found.verify(x).byte_ratios == pytest.approx([1, 1], rel=0.25)
 
 
-@settings(max_examples=4)
+@settings(max_examples=min(4, settings.default.max_examples // 4))
 @given(nets)
 def test_without_data_the_same_is_counted(net: Net) -> None:
     x = torch.randn(ROWS, WIDTH)
