@@ -338,7 +338,6 @@ def bench_torch(session: nox.Session, version: str) -> None:
 def install(session: nox.Session, *what: str | Path) -> None:
     keep_bytecode(session)
     session.install("-c", "constraints.txt", *map(str, what))
-    share_bytecode(session)
 
 
 def install_all(session: nox.Session, *groups: str) -> None:
@@ -359,24 +358,6 @@ def keep_bytecode(session: nox.Session) -> None:
     """
     folder = Path(session.virtualenv.location).resolve() / "bytecode"
     session.env.update({"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(folder)})
-
-
-def share_bytecode(session: nox.Session) -> None:
-    """Let sessions whose installed files are links to the same ones, those in uv's cache, compile them only once.
-
-    Python looks for the bytecode of a file by its path, and compares the time and the size of the file. Copies would
-    differ in time, and sessions would replace each other's bytecode.
-    """
-    location = Path(session.virtualenv.location).resolve()
-    installed = [path.stat().st_nlink for path in location.glob("lib/python*/site-packages/*.dist-info/METADATA")]
-    if max(installed, default=1) > 1:
-        folder = Path(session.cache_dir).resolve() / "bytecode"
-        own = folder.joinpath(*location.parts[1:])
-        own.mkdir(parents=True, exist_ok=True)
-        if not (own / "lib").is_symlink():
-            (folder / "lib").mkdir(exist_ok=True)
-            (own / "lib").symlink_to(folder / "lib", target_is_directory=True)
-        session.env["PYTHONPYCACHEPREFIX"] = str(folder)
 
 
 def group(*names: str) -> tuple[str, ...]:
