@@ -10,7 +10,7 @@ from torch import nn
 
 import gpipe
 from gpipe._plan._optimizer import optimizer_bytes
-from gpipe._plan._packed import with_packed
+from gpipe._plan._without_weights import with_packed
 from profiler.memory import owned_bytes
 
 bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")

@@ -34,12 +34,12 @@ from ._loss import read_loss
 from ._measure import measure
 from ._optimizer import optimizer_bytes
 from ._ordered import WORTH, ordered
-from ._packed import with_packed
 from ._plan import Plan, remembering
 from ._planned import as_input, planned
 from ._rehearse import ACCOUNT, rehearsed
 from ._request import Request, chunks_to_search, read_placements, read_places, read_profile
 from ._search import NEAR, search
+from ._without_weights import with_packed
 
 GUESSED = Expected(0.5, 1.0, 2.0)
 """The range of step times around an estimate for which nothing was run, as factors."""
