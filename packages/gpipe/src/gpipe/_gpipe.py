@@ -18,7 +18,6 @@ from ._torch import device_in
 from .engine._mini_batch import compute_outputs, train
 from .engine._pipeline import Pipeline
 from .engine._workers import Workers
-from .model._between import in_one_operation
 from .module._arguments import Device, checked_devices, checked_flag, checked_offload, checked_places
 from .module._cut import checked
 from .module._data import has_data
@@ -31,6 +30,7 @@ from .module._devices import (
     untouched_on_failure,
 )
 from .module._frequencies import expect_sums
+from .module._in_one_operation import in_one_operation
 from .module._init import initializer_of, take_off_hooks
 from .module._modes import Modes, checked_modes, expect_fitting, laid_out
 from .module._names import Flattened

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from .._torch import (
     call_functions_by,
@@ -18,6 +17,7 @@ from .._torch import (
     saved_tensors_hooks,
     with_lost_weight,
 )
+from ..module._in_one_operation import HandlesPipes, in_one_operation
 from ..module._transforms import not_compiled
 from ..values._leaves import tensors_of, version
 from ._called import answered_by
@@ -43,7 +43,7 @@ class Looks(Protocol):
         """Note that the model reads the shape of ``tensor``."""
 
 
-class Between(TorchFunctionMode):
+class Between(HandlesPipes):
     """Lets ``looks`` compute each operation. The mode is off inside blocks.
 
     Attributes:
@@ -96,6 +96,15 @@ class Between(TorchFunctionMode):
 
         with self.off():
             return self.looks.operate(ended, args, {})
+
+    def call(self, compute: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Call ``compute``, which runs a pipeline, as a single operation."""
+        with self.off():
+            if not self.looks.is_of_forward:
+                return in_one_operation(compute, *args)
+            self.expect_no_checkpoint(is_block=False)
+            with answered_by(None):
+                return self.looks.operate(compute, args, {})
 
     def expect_no_checkpoint(self, *, is_block: bool) -> None:
         """Raise RuntimeError if the model calls blocks and operations of its own in one ``torch.utils.checkpoint``.
@@ -182,19 +191,6 @@ call_functions_by(_applied)
 
 def _innermost() -> Between | None:
     return next((each for each in function_modes() if isinstance(each, Between)), None)
-
-
-def in_one_operation(compute: Callable[..., Any], *args: Any) -> Any:
-    """Call ``compute``, which runs a pipeline. Between blocks of another pipe's model, this is a single operation."""
-    mode = _innermost()
-    if mode is None:
-        return compute(*args)
-    with mode.off():
-        if not mode.looks.is_of_forward:
-            return in_one_operation(compute, *args)
-        mode.expect_no_checkpoint(is_block=False)
-        with answered_by(None):
-            return mode.looks.operate(compute, args, {})
 
 
 def _arguments(*args: Any) -> tuple[Any, ...]:

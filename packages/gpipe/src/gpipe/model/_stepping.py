@@ -17,6 +17,7 @@ from ..engine._loss_value import own_loss
 from ..engine._losses import Losses
 from ..engine._mini_batch import compute_outputs
 from ..module._cut import Checked, are_cut_by_rows, checked
+from ..module._in_one_operation import in_one_operation
 from ..module._inputs import Inputs
 from ..module._keywords import Call
 from ..module._rule import has_loss, is_left_open
@@ -26,7 +27,6 @@ from ..skip.layout import skippables
 from ..values._leaves import Activation, tensors_of
 from ..values._sharing import gathered
 from ._apart import unchanged
-from ._between import in_one_operation
 from ._blocks import Blocks, Division
 from ._cache import expect_same_without_cache, without_cache
 from ._convention import Convention
