@@ -21,7 +21,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 # One truth: whoever runs the tests, on whatever machine, runs the same examples. `nox -s search` draws others.
 _SHARED = {"deadline": None, "database": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("fixed", max_examples=12, derandomize=True, **_SHARED)
+settings.register_profile("fixed", max_examples=10, derandomize=True, **_SHARED)
 settings.load_profile("fixed")
 
 # Hypothesis also draws constants that it finds in the source of imported modules of ours. Then an example would depend

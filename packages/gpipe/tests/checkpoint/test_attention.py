@@ -202,6 +202,7 @@ def test_random_numbers_of_an_attention_are_those_of_its_layer():
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
+@pytest.mark.one_in(3)
 @each_mode
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kernels", [None, SDPBackend.MATH])

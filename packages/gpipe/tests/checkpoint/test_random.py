@@ -259,7 +259,7 @@ def _forks() -> None:
 
 
 @pytest.mark.usefixtures("no_collector")  # see state_of(); layers ask torch for the state by themselves
-@settings(max_examples=settings.default.max_examples // 4, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=settings.default.max_examples // 3, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.sampled_from(sorted(RACING)), min_size=2, max_size=4),
     st.sampled_from(MODES),

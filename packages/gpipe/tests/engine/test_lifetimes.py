@@ -110,6 +110,7 @@ ENDS: dict[str, Callable[[GPipe], object]] = {
 """Ways to the end of a run, each with what its caller holds afterwards."""
 
 
+@pytest.mark.one_in(7)
 @each_mode
 @each_way
 @pytest.mark.parametrize("end", ENDS)
@@ -123,6 +124,7 @@ def test_afterwards_nothing_is_kept_although_the_output_lives(stages: int, end: 
     pipe.close()
 
 
+@pytest.mark.one_in(5)
 @each_mode
 @each_way
 @pytest.mark.parametrize("stages", [1, 2, 3])

@@ -160,6 +160,7 @@ def assert_refused(loss_fn: Any, schedule: str | None, kind: type[Exception], me
     assert_same(pipe, model)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("loss_fn", "kind", "message"),
     [

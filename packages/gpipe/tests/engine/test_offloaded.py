@@ -71,6 +71,7 @@ def test_it_trains_like_the_same_pipe_without(
     torch.testing.assert_close(found[:3], found[3:], rtol=0, atol=0)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("how", ["call", "1f1b", "whole", "zero_bubble"])
 @pytest.mark.parametrize("ties", [False, True])
@@ -312,6 +313,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("how", ["call", "1f1b", "looped_bfs"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("view", VIEWS)

@@ -36,6 +36,7 @@ def advice(error: BaseException) -> list[str]:
     return [note for note in error.__notes__ if "set more chunks" in note and "memory=" in note]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
 @pytest.mark.parametrize(
     ("phase", "mode"),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -180,6 +180,7 @@ def schedule_of_second_step(pipe: GPipe, plain: nn.Module, **changes: Any) -> st
     schedule=st.sampled_from([None, "1f1b", "fill_drain", "zero_bubble", "auto", "search"]),
     items=st.sampled_from([None, 11, 2.5, torch.tensor(11)]),
 )
+@settings(max_examples=settings.default.max_examples // 2)
 def test_it_is_the_loss_of_the_plain_model(
     loss: Loss, count: int, length: int, kept: int, chunks: int, checkpoint: str, schedule: str | None, items: Any
 ) -> None:

@@ -247,7 +247,7 @@ PARTS = [(tokens, TwoParts), (tokens, TiedByHand), (tokens, LossInTheHead)]
     items=st.sampled_from([None, 11, 2.5, torch.tensor(11)]),
     threads=st.booleans(),
 )
-@settings(max_examples=settings.default.max_examples // 4)
+@settings(max_examples=settings.default.max_examples // 3)
 def test_it_is_that_of_the_plain_model(
     loss: Loss,
     kind: type[Model],

@@ -201,7 +201,7 @@ def test_the_larger_of_two_devices_gets_what_it_has_room_for(devices: list[str])
 def test_a_faster_device_gets_more_layers(speeds: list[float], share: float) -> None:
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, device="meta") for _ in range(12)))
     x = torch.zeros(256, WIDTH, device="meta")
-    found = plan(model, x, ["81GB", "82GB"], speeds=speeds, chunks=8, schedule="1f1b", optimizer="sgd")
+    found = plan(model, x, ["81GB", "82GB"], speeds=speeds, chunks=16, schedule="1f1b", optimizer="sgd")
     sizes = dict(zip(found.devices, found.sizes, strict=True))
     fast = max(range(2), key=speeds.__getitem__)
     assert sizes[f"fake {81 + fast}GB"] == pytest.approx(12 * share, abs=1)

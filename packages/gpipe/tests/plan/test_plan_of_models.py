@@ -116,7 +116,7 @@ def test_a_planned_pipe_trains_like_the_model_and_takes_the_bytes(net, loss_fn, 
             assert found.verify(x).byte_ratios == pytest.approx([1, 1], rel=0.25)
 
 
-@settings(max_examples=min(4, settings.default.max_examples // 4))
+@settings(max_examples=min(4, settings.default.max_examples // 3))
 @given(nets)
 def test_without_data_the_same_is_counted(net: Net) -> None:
     x = torch.randn(ROWS, WIDTH)
@@ -224,11 +224,15 @@ def test_a_model_without_data() -> None:
         plan(blank, x, CPUS)
 
 
-def test_a_plan_that_was_saved_builds_without_its_sample_and_names_blocks_for_ranks() -> None:
-    net = Net()
-    found = Plan.from_json(plan(net, torch.randn(ROWS, WIDTH), CPUS, chunks=2, calibrate=False).to_json())
+@pytest.fixture(scope="module")
+def of_a_net() -> Plan:
+    return plan(Net(), torch.randn(ROWS, WIDTH), CPUS, chunks=2, calibrate=False)
+
+
+def test_a_plan_that_was_saved_builds_without_its_sample_and_names_blocks_for_ranks(of_a_net: Plan) -> None:
+    found = Plan.from_json(of_a_net.to_json())
     assert found.rank_arguments["blocks"] == [f"blocks.{k}" for k in range(4)]
-    with closing(found.build(net)) as pipe:
+    with closing(found.build(Net())) as pipe:
         assert pipe.balance == found.balance
 
 
@@ -240,10 +244,9 @@ def test_a_plan_that_was_saved_builds_without_its_sample_and_names_blocks_for_ra
         (lambda: WithLoss(contrast), "expected the planned model, with 4 layers; got one with 0"),
     ],
 )
-def test_other_models_are_refused(other: Callable[[], nn.Module], message: str) -> None:
-    found = plan(Net(), torch.randn(ROWS, WIDTH), CPUS, chunks=2, calibrate=False)
+def test_other_models_are_refused(other: Callable[[], nn.Module], message: str, of_a_net: Plan) -> None:
     with pytest.raises(ValueError, match=message):
-        found.build(other())
+        of_a_net.build(other())
 
 
 def test_a_plan_of_layers_is_none_of_a_model() -> None:
