@@ -11,13 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from microbatch import flatten
 
-from .memory import has_memory, is_plain
-
-_PARTS = {
-    torch.sparse_coo: ("_indices", "_values"),
-    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
-    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
-}
+from .memory import SPARSE_PARTS, has_memory, is_plain
 
 
 def storages(tree: Any) -> Iterator[torch.UntypedStorage]:
@@ -25,8 +19,8 @@ def storages(tree: Any) -> Iterator[torch.UntypedStorage]:
         if isinstance(leaf, torch.Tensor):
             if is_traceable_wrapper_subclass(leaf):
                 yield from storages([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])
-            elif leaf.layout in _PARTS:
-                yield from storages([getattr(leaf, part)() for part in _PARTS[leaf.layout]])
+            elif leaf.layout in SPARSE_PARTS:
+                yield from storages([getattr(leaf, part)() for part in SPARSE_PARTS[leaf.layout]])
             elif is_plain(leaf) or has_memory(leaf):
                 yield leaf.untyped_storage()
 

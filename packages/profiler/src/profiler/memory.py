@@ -12,6 +12,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 Memory = tuple[int, int, int]
 """The storage, and the offset and number of bytes in it."""
 
+SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
+}
+"""The methods that return the dense parts of a sparse tensor, by its layout."""
+
 __all__ = ["attached", "has_memory", "held_bytes", "is_plain", "owned_bytes"]
 
 
@@ -103,22 +110,10 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
 def _dense(tensor: Tensor) -> Sequence[Tensor]:
     """Return the indices and values of a sparse tensor; else `tensor` itself, also for a fake one."""
     is_fake = getattr(tensor, "fake_mode", None) is not None
-    if is_fake or tensor.layout not in _INDICES:
+    if is_fake or tensor.layout not in SPARSE_PARTS:
         return [tensor]
     with torch.no_grad():
-        return [getattr(tensor, name)() for name in _INDICES[tensor.layout]]
-
-
-_COO = ("_indices", "_values")
-_ROWS, _COLUMNS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
-_INDICES = {
-    torch.sparse_coo: _COO,
-    torch.sparse_csr: _ROWS,
-    torch.sparse_bsr: _ROWS,
-    torch.sparse_csc: _COLUMNS,
-    torch.sparse_bsc: _COLUMNS,
-}
-"""The methods that return the dense parts of a sparse tensor, by its layout."""
+        return [getattr(tensor, name)() for name in SPARSE_PARTS[tensor.layout]]
 
 
 def _reached(values: Iterable[Any], seen: set[int], *, objects: bool) -> Iterator[Tensor]:

@@ -127,6 +127,6 @@ def told(way: Candidate) -> list[str]:
             f"{link}, and the time of the optimizer is not included"
         )
     if saved := way.host_bytes - of_parameters:
-        at_peak = "" if host.parameters else f"; {link}"
-        notes.append(f"up to {format_bytes(saved)} of saved tensors are on the host at a time{at_peak}")
+        assumed = "" if host.parameters else f"; {link}"
+        notes.append(f"up to {format_bytes(saved)} of saved tensors are on the host at a time{assumed}")
     return notes

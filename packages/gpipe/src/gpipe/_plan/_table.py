@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
 from itertools import groupby, takewhile
 from typing import TYPE_CHECKING
 
 from profiler.text import align, format_bytes, format_seconds, format_share
 
-from ._bytes import DeviceBytes
 from ._costs import bounds
 from ._data import Alternative
 
@@ -69,10 +67,9 @@ def _beyond(first: str, last: str) -> str:
 
 def _devices(plan: Plan) -> Iterable[list[str]]:
     """Yield the peak bytes of each device by kind, and its limit."""
-    kinds = [field.name for field in fields(DeviceBytes)]
-    yield ["device", *kinds, "total", "of"]
+    yield ["device", *plan.predicted.bytes[0].by_kind, "total", "of"]
     for name, need, size in zip(_device_names(plan), plan.predicted.bytes, plan.memory, strict=True):
-        each = [format_bytes(getattr(need, kind)) for kind in kinds]
+        each = map(format_bytes, need.by_kind.values())
         yield [name, *each, format_bytes(need.total), "–" if size is None else format_bytes(size)]
 
 

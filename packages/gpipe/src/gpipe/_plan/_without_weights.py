@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from profiler.memory import is_plain
 
+from ..module._init._quantized import is_in_rows
+
 _BLOCK_OF_SCALES = 256
 """The number of scales that share a scale of their own, if scales are compressed (``bnb_4bit_use_double_quant``)."""
 
@@ -37,7 +39,8 @@ def with_packed(model: nn.Module) -> nn.Module:
             if sizes is not None:
                 made[id(layer)] = _Packed.like(layer, *sizes)
                 del unsized[id(weight)]
-    for name in unsized.values():
+    if unsized:
+        name = next(iter(unsized.values()))
         raise ValueError(
             f"model: {name!r} is a {type(model.get_parameter(name)).__name__} on 'meta', whose size is known only once "
             "it is quantized; plan with a model that has its weights, on the host, such as "
@@ -53,7 +56,7 @@ def _is_unsized(parameter: nn.Parameter) -> bool:
 def _sizes_of(weight: Any) -> tuple[int, int] | None:
     """Return the bytes of a weight once it is packed, and of its scales; None if they are not known."""
     count, (rows, _) = weight.numel(), weight.shape
-    if hasattr(weight, "SCB"):  # 8 bits, with a scale per row
+    if is_in_rows(weight):  # 8 bits, with a scale per row
         return count, 4 * rows
     if not hasattr(weight, "quant_type"):
         return None

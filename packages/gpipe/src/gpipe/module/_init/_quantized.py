@@ -33,12 +33,12 @@ def packed(expected: Mapping[str, Any], saved: Collection[str]) -> dict[str, dic
         owner = _owner(expected, key)
         if owner is not None:
             found.setdefault(owner, {})[_part(owner, key)] = key
-    return {owner: parts for owner, parts in found.items() if _SCALES in parts or not _is_in_rows(expected[owner])}
+    return {owner: parts for owner, parts in found.items() if _SCALES in parts or not is_in_rows(expected[owner])}
 
 
 def unpack(parameter: Any, data: Tensor, parts: Mapping[str, Tensor]) -> None:
     """Let ``parameter`` hold packed ``data`` and its parts, on its device."""
-    if _is_in_rows(parameter):
+    if is_in_rows(parameter):
         parameter.data = data.to(parameter.device)
         parameter.CB, parameter.SCB = parameter.data, parts[_SCALES].to(parameter.device)
         return
@@ -60,7 +60,7 @@ def _owner(expected: Mapping[str, Any], key: str) -> str | None:
     """Return the name of the weight that an entry is a part of."""
     above, _, last = key.rpartition(".")
     beside = f"{above}.weight".lstrip(".")
-    if last in _BESIDE and _is_in_rows(expected.get(beside)):
+    if last in _BESIDE and is_in_rows(expected.get(beside)):
         return beside
     while above and above not in expected:
         above = above.rpartition(".")[0]
@@ -71,6 +71,6 @@ def _part(owner: str, key: str) -> str:
     return key.removeprefix(f"{owner}.") if key.startswith(f"{owner}.") else key.rpartition(".")[2]
 
 
-def _is_in_rows(parameter: object) -> bool:
+def is_in_rows(parameter: object) -> bool:
     """Return whether a parameter is a ``bitsandbytes.nn.Int8Params``, or like one."""
     return isinstance(parameter, torch.nn.Parameter) and hasattr(parameter, "CB") and hasattr(parameter, "SCB")
