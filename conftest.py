@@ -1,7 +1,5 @@
 """What every test of the repository shares: how many examples a property tries, and which tests run where."""
 
-import _imp
-import contextlib
 import functools
 import gc
 import importlib.util
@@ -181,19 +179,8 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
     assert distributed is None or not distributed.is_available() or not distributed.is_initialized(), (
         f"{item.nodeid} has left a process group"
     )
-    _release_import_lock()
     hook, sys.excepthook = sys.excepthook, _HOOK
     assert hook is _HOOK, f"{item.nodeid} has left sys.excepthook changed, as init_process_group() does: {hook}"
-
-
-def _release_import_lock() -> None:
-    """Release Python's import lock, if an interrupt in an import has left it with this thread.
-
-    A later fork on any other thread would wait for it forever.
-    """
-    with contextlib.suppress(RuntimeError):  # another thread imports something
-        while _imp.lock_held():
-            _imp.release_lock()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
