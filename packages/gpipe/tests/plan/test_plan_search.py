@@ -67,7 +67,7 @@ def test_nothing_that_fits_is_missed_and_nothing_is_faster(measured: Measured, r
 
 
 @settings(few, max_examples=15)
-@given(measurements(most_layers=5), st.data())
+@given(measurements(most_layers=4), st.data())
 def test_devices_that_differ(measured: Measured, data: st.DataObject):
     """In no order of the devices does anything fit that is missed, or that is faster."""
     each = st.tuples(st.sampled_from([0.6, 1.0, 1.5, None]), st.sampled_from([0.5, 1.0, 2.0]))
