@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
+
 from profiler.text import format_bytes
 
 from ..schedule._named import BREADTH_FIRST
@@ -54,8 +56,8 @@ def _of_host(memory: int, needed: int, what: str) -> Infeasible:
     )
 
 
-def explain(space: Space, best: Candidate, devices: Sequence[str]) -> Infeasible:
-    """Return the error for a search whose ``best`` candidate does not fit."""
+def explain(space: Space, best: Candidate, devices: Sequence[str], advice: str = "") -> Infeasible:
+    """Return the error for a search whose ``best`` candidate does not fit, with ``advice`` after what would fit."""
     share, host = space.share_of(best), space.measured.host
     if host.memory is not None and not best.fits_host and share <= 1:
         return _of_host(host.memory, best.host_bytes, "what is there, with saved tensors of all stages, needs")
@@ -73,10 +75,20 @@ def explain(space: Space, best: Candidate, devices: Sequence[str]) -> Infeasible
     return Infeasible(
         f"nothing fits: device {device} ({devices[device]}) has {format_bytes(room)} and is {format_bytes(short[j])} "
         f"short in the closest plan (chunks={best.chunks}, {best.schedule}, balance={list(best.sizes)}, "
-        f"checkpoint={[*best.modes]}{order}); what would fit: {'; or '.join(changes)}",
+        f"checkpoint={[*best.modes]}{order}); what would fit: {'; or '.join(changes)}{advice}",
         device,
         short[j],
         changes,
+    )
+
+
+def recompute_blocks(model: nn.Module) -> str:
+    """Return the advice to let a model of transformers recompute its blocks; empty if it does, or cannot."""
+    if not getattr(model, "supports_gradient_checkpointing", False) or model.is_gradient_checkpointing:
+        return ""
+    return (
+        "; model.gradient_checkpointing_enable() may help, too: a stage then holds the saved tensors of one block at a "
+        "time while it recomputes, and not those of all its blocks"
     )
 
 

@@ -29,7 +29,7 @@ from ._costs import Measured
 from ._data import Alternative, Expected, Prediction, layer_keys
 from ._fake_devices import FakeDevices, read_fake
 from ._host import NOTE, read_host, told
-from ._infeasible import expect_host, explain
+from ._infeasible import expect_host, explain, recompute_blocks
 from ._links import described, measured_host_bandwidth
 from ._loss import read_loss
 from ._measure import measure
@@ -236,7 +236,7 @@ def _search(request: Request, spaces: list[Space]) -> list[Candidate]:
         spaces[k] = replace(spaces[k], scale=tuple(map(max, spaces[k].scale or scale, scale)))
         if not fitted:
             break
-    raise explain(spaces[k], found[0], request.names)
+    raise explain(spaces[k], found[0], request.names, recompute_blocks(request.model.module))
 
 
 def _ordered(request: Request, found: list[Candidate]) -> list[Candidate]:
