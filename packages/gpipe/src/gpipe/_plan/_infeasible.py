@@ -1,4 +1,4 @@
-"""The error raised if no plan fits: which device is short of memory, by how much, and what would fit."""
+"""The error raised if no plan fits: which device lacks how much memory, and what would fit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Infeasible(ValueError):  # noqa: N818 — a result of the search rather th
         device: the index of the device that lacks the most memory, in the plan that comes closest to fitting; None for
             the host.
         short: the number of bytes that are lacking.
-        changes: changes to the arguments with which a plan would fit, each as text.
+        changes: changes to the arguments that would make a plan fit, each as text.
     """
 
     def __init__(self, message: str, device: int | None, short: int, changes: Sequence[str]) -> None:
@@ -57,7 +57,7 @@ def _of_host(memory: int, needed: int, what: str) -> Infeasible:
 
 
 def explain(space: Space, best: Candidate, devices: Sequence[str], advice: str = "") -> Infeasible:
-    """Return the error for a search whose ``best`` candidate does not fit, with ``advice`` after what would fit."""
+    """Return the error for a search whose ``best`` candidate does not fit, ending with ``advice``."""
     share, host = space.share_of(best), space.measured.host
     if host.memory is not None and not best.fits_host and share <= 1:
         return _of_host(host.memory, best.host_bytes, "what is there, with saved tensors of all stages, needs")
@@ -87,8 +87,8 @@ def recompute_blocks(model: nn.Module) -> str:
     if not getattr(model, "supports_gradient_checkpointing", False) or model.is_gradient_checkpointing:
         return ""
     return (
-        "; model.gradient_checkpointing_enable() may help, too: a stage then holds the saved tensors of one block at a "
-        "time while it recomputes, and not those of all its blocks"
+        "; model.gradient_checkpointing_enable() may help: when a stage recomputes, it then holds the saved tensors "
+        "of a single block instead of all its blocks"
     )
 
 

@@ -43,7 +43,7 @@ from ._search import NEAR, search
 from ._without_weights import with_packed
 
 GUESSED = Expected(0.5, 1.0, 2.0)
-"""The range of step times around an estimate for which nothing was run, as factors."""
+"""The range of step times around an estimate without measurements, as factors."""
 
 
 @torch.enable_grad()
@@ -240,7 +240,7 @@ def _search(request: Request, spaces: list[Space]) -> list[Candidate]:
 
 
 def _ordered(request: Request, found: list[Candidate]) -> list[Candidate]:
-    """Return the candidates, those with searched orders first if one is worth it or requested."""
+    """Return the candidates; a searched order is first if it is requested or worth it."""
     if request.schedule not in (None, SEARCH):
         return found
     best = {way.costs.measured.placement: way for way in reversed(found)}
