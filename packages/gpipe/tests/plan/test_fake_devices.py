@@ -361,6 +361,10 @@ def test_what_is_said_of_a_device_is_what_the_arguments_say(said: list[tuple[str
     assert read_speeds(None, len(each), facts) == read_speeds(speeds, len(each))
 
 
+def test_one_device_with_its_memory_needs_no_list() -> None:
+    assert read_facts(("2x3GB", {"memory": "1GB"})) == read_facts([("2x3GB", {"memory": "1GB"})])
+
+
 def test_a_plan_for_devices_with_their_speed_and_memory() -> None:
     given = {"optimizer": "sgd", "chunks": 8}
     pairs = made([("3GB", {"speed": 1}), ("2GB", {"speed": 0.5}), ("80GB", {"memory": "3GB"}), "3GB"], **given)

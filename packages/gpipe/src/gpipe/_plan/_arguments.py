@@ -73,6 +73,7 @@ def read_facts(devices: Any) -> tuple[Any, list[Facts]]:
     >>> names, [each.speed for each in facts]
     (['24GB', '24GB', '80GB'], [0.5, 0.5, None])
     """
+    devices = [devices] if _has_facts(devices) else devices
     if not isinstance(devices, (list, tuple)) or not any(map(_has_facts, devices)):
         return devices, []
     names, facts = list[Any](), list[Facts]()
