@@ -93,8 +93,9 @@ def plan(
         target, loss_fn, reduction: as for :meth:`gpipe.GPipe.step`. If it is not known how to combine the losses of
             micro-batches, the plan computes the loss once, on the outputs of the full mini-batch, under
             ``"fill_drain"``. Without ``loss_fn``, the model's own loss is used if its forward computes one; otherwise
-            the loss counts as free. If ``loss_fn`` is a module, a copy is called. Any other object with state, such as
-            a metric, may contain fake tensors afterwards.
+            the loss counts as free. On hypothetical devices nothing runs that could show how a model's own loss adds
+            up, so pass ``reduction``. If ``loss_fn`` is a module, a copy is called. Any other object with state, such
+            as a metric, may contain fake tensors afterwards.
         optimizer: determines the size of its state: a name such as ``"adamw"``, ``"sgd"`` or ``"adamw_8bit"``, an
             optimizer or its class, or the bytes per trained parameter.
         memory: the limit of each device, in bytes or as text such as ``"24GiB"``; one for all devices, or a list. The
