@@ -18,7 +18,7 @@ from torch import nn
 from gpipe import Infeasible, Plan, plan
 from gpipe._plan import _speeds
 from gpipe._plan._arguments import read_facts, read_memory, read_speeds
-from gpipe._plan._candidate import Space
+from gpipe._plan._candidate import SearchSpace
 from gpipe._plan._costs import Measured
 from gpipe._plan._fake_devices import read_fake
 from gpipe._plan._host import Host
@@ -70,8 +70,8 @@ def test_no_placement_is_much_faster(measured: Measured, count: int, bandwidth: 
     assert fake is not None
     places = read_places(devices, fake, measured.layers)
     spaces = [
-        Space(
-            replace(measured, apart=True, placement=placement, links=links_of(placement, fake.links[0][-1])),
+        SearchSpace(
+            replace(measured, separate_memory=True, placement=placement, links=links_of(placement, fake.links[0][-1])),
             [1, 2, 4], names, ("never",), (None,) * len(places),
         )
         for placement, names in read_placements(devices, places, measured.layers, None, Host()).items()
