@@ -52,6 +52,7 @@ class Measured:
         input_bytes: the bytes of the mini-batch.
         needs_gradient: whether the mini-batch requires a gradient.
         separate_memory: whether each device has its own memory, so that stages copy their inputs.
+        keeps_outputs: whether to count the output that a cell keeps until its backward, if memory is separate.
         placement, links: the device of each stage, and the link to it from the previous stage.
         action, step: the seconds that the engine adds per action and per step.
         cpu_contention: the factor by which devices slow each other down if there are fewer CPU cores than devices.
@@ -78,6 +79,7 @@ class Measured:
     host: Host = field(default_factory=Host)
     speeds: tuple[float, ...] = ()
     order: tuple[int, ...] = ()
+    keeps_outputs: bool = True
 
     def ordered(self, values: Sequence[Value]) -> list[Value]:
         """Return values for the devices that the caller passed, in the order of these devices."""
@@ -275,16 +277,19 @@ class Costs:
         moved = measured.input_bytes if measured.separate_memory and not first else 0
         ties = [tie for tie in measured.ties if tie.layers[0] < first and any(first <= k < end for k in tie.layers)]
         bare, last = copied + output, layers[-1].output_bytes
+        # A cell keeps its output until its backward. In shared memory, it is the input of the next stage.
+        is_kept = measured.separate_memory and measured.keeps_outputs
+        sent = last if is_kept and end < measured.layers else 0
         return StageBytes(
             parameters=sum(each.parameter_bytes + each.buffer_bytes for each in layers) + sum(t.bytes for t in ties),
             gradients=sum(each.trainable_bytes for each in layers) + sum(tie.gradient for tie in ties),
             optimizer=sum(measured.optimizer[first:end]),
-            kept=kept + copied,
+            kept=kept + copied + sent,
             # Gradients needed by the backward of the weights; inside a layer, as large as its saved tensors.
             waiting=sum(layer.saved_bytes for layer in layers if layer.trainable_bytes),
             bare=bare,
             # A stage keeps its output, as it keeps its input.
-            near=min(kept + copied, max(bare, copied + last)),
+            near=min(kept + copied + sent, max(bare, copied + last)),
             transient=peak + copied + moved,
         )
 

@@ -55,10 +55,13 @@ def dry_run(model: Planned, x: Any, y: Any, loss: StepLoss, candidate: Candidate
         peaks = peaks_of(model, x, y, loss, candidate, few)
     except Exception as error:
         return replace(candidate, note=f"{ACCOUNT}; the dry run on fake tensors failed: {error!r:.200}")
-    # A dry run uses one memory, so add the optimizer's state and the copies between devices.
-    shared = replace(candidate.costs.measured, separate_memory=False).cut(candidate.chunks)
-    alone = replace(candidate, costs=shared).account
-    found = zip(candidate.account, alone, peaks, strict=True)
+    # A dry run uses one memory, so add the optimizer's state and the copies between devices. It counts kept outputs.
+    measured = candidate.costs.measured
+    accounts = [
+        replace(candidate, costs=other.cut(candidate.chunks)).account
+        for other in (replace(measured, keeps_outputs=False), replace(measured, separate_memory=False))
+    ]
+    found = zip(*accounts, peaks, strict=True)
     dry_run_bytes = tuple(_with(need, peak + need.optimizer + need.total - own.total) for need, own, peak in found)
     return replace(
         candidate, dry_run_bytes=dry_run_bytes, note="bytes: counted in one step of the engine on fake tensors"
