@@ -49,16 +49,23 @@ STEP, CALL, TWO = ("1f1b",), ("call",), ("two-callers", "two-callers-call")
 MODEL = ("1f1b-model", "call-model")
 FAILING = ("failure-in-first-stage", "failure-in-last-stage", "two-failures")
 
+STOPPED = (
+    "            try:\n                stop()\n            finally:\n"
+    "                # Again after an interrupt, because workers that wait for each other would never end. The workers are\n"
+    "                # ended even after an interrupt here, because they must not compute while the next run does.\n"
+    "                try:\n                    stop()\n                finally:\n                    scope.close()\n            raise"
+)
+"""The end of a run that has failed or was interrupted."""
 FAULTS = [
     # streams
-    Fault("a worker does not say that it has ended", WORKER, "        out_queue.put((False, None))", "        pass", STEP),
+    Fault("a worker does not say that it has ended", WORKER, "        out_queue.put((False, None))", "        pass", ("workers",)),
     Fault("a worker answers twice", WORKER, "out_queue.put(failure or _answer(task))",
           "answer = failure or _answer(task); out_queue.put(answer); out_queue.put(answer)", STEP),
     Fault("a worker lets an interrupt or failure of its task end it", WORKER,
           "    except BaseException as error:\n        return False, _exc_info(error)\n\n\ndef _exc_info",
-          "    except KeyError as error:\n        return False, _exc_info(error)\n\n\ndef _exc_info", ("1f1b", "1f1b-model")),
+          "    except KeyError as error:\n        return False, _exc_info(error)\n\n\ndef _exc_info", ("workers",)),
     Fault("ended is set before the last task", "streams._exit", "    try:\n        yield\n    finally:\n        ended.set()",
-          "    ended.set()\n    try:\n        yield\n    finally:\n        pass", STEP),
+          "    ended.set()\n    try:\n        yield\n    finally:\n        pass", ("workers",)),
     Fault("ended is never set", "streams._exit", "        ended.set()\n", "", STEP),
     Fault("the block does not stop its workers", SPAWN, "        for each in self._workers:\n            each.in_queue.put(None)\n        for",
           "        for", STEP),
@@ -73,14 +80,14 @@ FAULTS = [
           "            raise", STEP),
     Fault("the exit does not join", SPAWN, "                each.ended.wait()\n                each.thread.join()", "                pass", STEP),
     # the workers of a pipe
-    Fault("a failed run does not stop the others", WORKERS, "            try:\n                stop()\n            finally:\n                stop()  # again after an interrupt, because workers that wait for each other would never end\n                scope.close()\n            raise",
+    Fault("a failed run does not stop the others", WORKERS, STOPPED,
           "            scope.close()\n            raise", STEP),
-    Fault("a failed run does not end the workers", WORKERS, "            try:\n                stop()\n            finally:\n                stop()  # again after an interrupt, because workers that wait for each other would never end\n                scope.close()\n            raise",
+    Fault("a failed run does not end the workers", WORKERS, STOPPED,
           "            stop()\n            self._scope = scope\n            raise", STEP),
-    Fault("workers are ended before they are stopped", WORKERS, "            try:\n                stop()\n            finally:\n                stop()  # again after an interrupt, because workers that wait for each other would never end\n                scope.close()\n            raise",
+    Fault("workers are ended before they are stopped", WORKERS, STOPPED,
           "            scope.close()\n            stop()\n            raise", STEP),
-    Fault("only the first answer is taken after a failure", WORKERS, "results = [_result(queue.get()) for queue in out_queues]",
-          "results = [_result(queue.get()) for queue in out_queues[:1]]", ("1f1b", "two-callers")),
+    Fault("only the first answer is taken", WORKERS, "results = [_result(queue.get()) for queue in out_queues]",
+          "results = [_result(queue.get()) for queue in out_queues[:1]]", ("1f1b", "call")),
     Fault("close forgets the workers", WORKERS, "        if scope is not None and self._process == os.getpid():\n            scope.close()", "        pass", STEP),
     # failures
     Fault("failures are not recorded", RUN, "            failures.add(step, self._explained(error, step))\n", "", STEP),
@@ -100,15 +107,15 @@ FAULTS = [
           "return False", STEP),
     Fault("a later failure hides an earlier one", FAILURES,
           "            self.earliest = when if self.earliest is None else min(self.earliest, when)\n\n    def hear",
-          "            self.earliest = when\n\n    def hear", ("two-failures", "two-failures-3-stages")),
+          "            self.earliest = when\n\n    def hear", ("two-failures-middle",)),
     Fault("the failure that arrives last is raised", FAILURES, "raise min(errors, key=lambda pair: pair[0])[1]", "raise errors[-1][1]",
           ("two-failures",)),
-    Fault("a cancelled reader does not wake the next one", LINK, "                self.cancel()  # for later readers\n", "",
-          (*FAILING, "1f1b-3-stages")),
+    Fault("a cancelled reader goes on waiting", LINK, "            elif self._is_cancelled():\n                raise Cancelled\n", "",
+          FAILING),
     Fault("only gradients are cancelled", LINK, "        self.values.cancel()\n", "", STEP),
     Fault("only values are cancelled", LINK, "        self.gradients.cancel()\n", "", STEP),
     Fault("a reader does not ask whether its payload will arrive", LINK, "            elif self._is_cancelled():", "            elif True:",
-          FAILING),
+          ("two-failures-3-stages",)),
     # one run at a time
     Fault("several threads may run a pipe", EXCLUSIVE, "with waiting_for(self), self._lock:", "with waiting_for(self):", TWO),
     Fault("parameters are not claimed", MINI_BATCH, "    run = Run(pipeline, spec)\n    pipeline.section.claim(run.parameters)\n", "    run = Run(pipeline, spec)\n", ("shared-parameters",)),
@@ -119,7 +126,7 @@ FAULTS = [
     Fault("a wait is recorded after the check of both", EXCLUSIVE, "            _waits[get_ident()] = mine, wanted\n", "", ("each-other",)),
     Fault("the lock of the generators is not among the waits", GENERATORS, "holding(_GENERATORS, _lock)", "_lock", ("pipe-in-a-block",)),
     Fault("close does not wait for a run", "gpipe._gpipe", "        with self._workers.section.entered():\n            self._workers.close()",
-          "        self._workers.close()", ("closed-during-a-step",)),
+          "        self._workers.close()", ("closed-while-computing",)),
     # gradients and random numbers
     Fault("copies of tied weights are not summed", RUN, "return add_to({}, self._tied.joined(gradients) if self._tied.shares else gradients)",
           "return add_to({}, gradients)", ("1f1b-tied",)),
@@ -128,7 +135,7 @@ FAULTS = [
     Fault("the lock of the seeds is shared by all runs", RANDOM, "        self._lock = waiting.Lock()", "        self._lock = process_lock_of_runs",
           ("nested-seeds",)),
     Fault("Python's generator has one state for all", GENERATORS, "held.enter_context(holding(_GENERATORS, _lock))", "pass",
-          ("1f1b-model-noise",)),
+          ("two-pieces",)),
     # attention
     Fault("attentions do not wait for other choices", ATTENTION, "            while self._running and self._now != kernels:\n                self._changed.wait()\n",
           "", ("attentions",)),
@@ -146,11 +153,13 @@ FAULTS = [
     Fault("the forward does not wait for its turn", FORWARD, "        self._stopped.release()\n        self._go.acquire()",
           "        self._stopped.release()", MODEL),
     Fault("is over is set after the worker was woken", FORWARD, "            self._is_over = True\n            self._stopped.release()",
-          "            self._stopped.release()\n            self._is_over = True", MODEL),
+          "            self._stopped.release()\n            self._is_over = True", ("failure-in-first-block", "failure-in-last-block")),
     Fault("a forward that failed does not say so", FORWARD, "            self._is_over = True\n            self._stopped.release()",
           "            self._is_over = True", MODEL),
-    Fault("an abandoned forward is not woken", FORWARD, "            self._is_abandoned = True\n            self._go.release()\n            self._stopped.acquire()",
-          "            self._is_abandoned = True", MODEL),
+    Fault("an abandoned forward is not woken", FORWARD, "            while not self._is_over:  # again if the model catches the exception and continues\n                self._go.release()\n                self._stopped.acquire()\n",
+          "", ("failure-in-last-block",)),
+    Fault("an abandoned forward is woken only once", FORWARD, "            while not self._is_over:", "            if not self._is_over:",
+          ("failure-is-caught",)),
     Fault("the threads of forwards do not end", POOL, "            self._ending.shutdown()\n", "            _kept.append(self._ending)\n", MODEL),
     Fault("an interrupted close forgets its threads", POOL,
           "        if self._pool is not None:\n            self._ending, self._pool = self._pool, None\n        if self._ending is not None and self._process == os.getpid():\n            self._ending.shutdown()\n        self._ending = None",
