@@ -86,6 +86,8 @@ FAULTS = [
           "            stop()\n            self._scope = scope\n            raise", STEP),
     Fault("workers are ended before they are stopped", WORKERS, STOPPED,
           "            scope.close()\n            stop()\n            raise", STEP),
+    Fault("a second interrupt leaves workers that compute", WORKERS, "                try:\n                    stop()\n                finally:\n                    scope.close()\n",
+          "                stop()\n                scope.close()\n", ("two-signals-in-first-stage",)),
     Fault("only the first answer is taken", WORKERS, "results = [_result(queue.get()) for queue in out_queues]",
           "results = [_result(queue.get()) for queue in out_queues[:1]]", ("1f1b", "call")),
     Fault("close forgets the workers", WORKERS, "        if scope is not None and self._process == os.getpid():\n            scope.close()", "        pass", STEP),
@@ -100,7 +102,7 @@ FAULTS = [
     Fault("a stop does not wake readers", RUN, "        self.state.failures.stop()\n        self._transport.cancel()",
           "        self.state.failures.stop()", STEP),
     Fault("a stop wakes readers and is recorded later", RUN, "        self.state.failures.stop()\n        self._transport.cancel()",
-          "        self._transport.cancel()\n        self.state.failures.stop()", ("signal-in-last-stage", "signal-in-first-stage")),
+          "        self._transport.cancel()\n        self.state.failures.stop()", ("failure-without-notes",)),
     Fault("a stop is not recorded", RUN, "        self.state.failures.stop()\n        self._transport.cancel()",
           "        self._transport.cancel()", STEP),
     Fault("the step after a failure is taken", FAILURES, "return self.earliest is not None and self._when(step) > self.earliest",
@@ -153,13 +155,15 @@ FAULTS = [
     Fault("the forward does not wait for its turn", FORWARD, "        self._stopped.release()\n        self._go.acquire()",
           "        self._stopped.release()", MODEL),
     Fault("is over is set after the worker was woken", FORWARD, "            self._is_over = True\n            self._stopped.release()",
-          "            self._stopped.release()\n            self._is_over = True", ("failure-in-first-block", "failure-in-last-block")),
+          "            self._stopped.release()\n            self._is_over = True", ("failure-in-one-stage",)),
     Fault("a forward that failed does not say so", FORWARD, "            self._is_over = True\n            self._stopped.release()",
           "            self._is_over = True", MODEL),
     Fault("an abandoned forward is not woken", FORWARD, "            while not self._is_over:  # again if the model catches the exception and continues\n                self._go.release()\n                self._stopped.acquire()\n",
           "", ("failure-in-last-block",)),
     Fault("an abandoned forward is woken only once", FORWARD, "            while not self._is_over:", "            if not self._is_over:",
           ("failure-is-caught",)),
+    Fault("an interrupted run abandons only some forwards", STATE, "            except BaseException:\n                # After an interrupt, end all forwards",
+          "            except KeyError:\n                # After an interrupt, end all forwards", ("two-signals-call-model",)),
     Fault("the threads of forwards do not end", POOL, "            self._ending.shutdown()\n", "            _kept.append(self._ending)\n", MODEL),
     Fault("an interrupted close forgets its threads", POOL,
           "        if self._pool is not None:\n            self._ending, self._pool = self._pool, None\n        if self._ending is not None and self._process == os.getpid():\n            self._ending.shutdown()\n        self._ending = None",
@@ -176,7 +180,7 @@ def planted_source(fault: Fault) -> tuple[Path, str]:
     return path, text.replace(fault.before, fault.after) + EXTRA.get(fault.module, "")
 
 
-def notice(fault: Fault, most: int = 120) -> tuple[bool, str]:
+def notice(fault: Fault, most: int = 250) -> tuple[bool, str]:
     """Whether the exploration notices a fault, and the last line that it prints.
 
     It runs in a fork of this process, which has imported torch but none of our packages.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -192,6 +192,14 @@ def certain() -> Iterator[None]:
         return
     with patch.object(active[-1], "_injects", frozenset()), patch.object(active[-1], "_chooser", _Default()):
         yield
+
+
+@contextmanager
+def certain_until() -> Iterator[Callable[[], None]]:
+    """Like :func:`certain`, until the function is called that this returns. It explores only the events after that."""
+    with ExitStack() as scope:
+        scope.enter_context(certain())
+        yield scope.close
 
 
 class _Default:

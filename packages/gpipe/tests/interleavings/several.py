@@ -27,6 +27,7 @@ from ..layers import Row, linear, rows, squares, trained
 from .scenarios import (
     assert_no_threads,
     certain,
+    certain_until,
     close,
     expect,
     expect_gradients,
@@ -415,18 +416,21 @@ class Fails(nn.Module):
 
     Args:
         before: called before the failure.
+        kind: the class of the error.
     """
 
-    def __init__(self, microbatch: int, before: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self, microbatch: int, before: Callable[[], object] = lambda: None, kind: type[ValueError] = ValueError
+    ) -> None:
         super().__init__()
-        self.microbatch, self.calls, self.before = microbatch, -1, before
+        self.microbatch, self.calls, self.before, self.kind = microbatch, -1, before, kind
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         point("before a failure")
         if self.calls == self.microbatch:
             self.before()
-            raise ValueError(f"micro-batch {self.microbatch}")
+            raise self.kind(f"micro-batch {self.microbatch}")
         return x * 1
 
 
@@ -466,9 +470,14 @@ class Signals(nn.Module):
 
     is_on = True
 
+    def __init__(self, before: Callable[[], object] = lambda: None) -> None:
+        super().__init__()
+        self.before = before
+
     def forward(self, x: Tensor) -> Tensor:
         if self.is_on and active and active[-1].controls_this_thread():
             self.is_on = False
+            self.before()
             active[-1].interrupt_main()
             point("after a signal")
         return x * 1
@@ -499,25 +508,54 @@ def pieces_of_two_threads() -> None:
         assert str(now) == str(after)
 
 
-def interrupted(stage: int, schedule: str) -> None:
+def interrupted(
+    stage: int, schedule: str | None, before: Callable[[], object] = lambda: None, *, is_model: bool = False
+) -> None:
     """A signal interrupts the caller while it waits for the stages."""
-    model, expected = plain(create_2, None, squares, 4)
-    layers = [*copy.deepcopy(model)]
-    layers[2 * stage + 1] = signals = Signals()
-    pipe = new_pipe(nn.Sequential(*layers))
-    (outcome,) = together(lambda: trained(pipe, rows(4), schedule) and None)
+    create = create_row if is_model else create_2
+    model, expected = plain(create, None, squares, 4)
+    own, signals = copy.deepcopy(model), Signals(before)
+    if is_model:
+        own.layers[stage][1] = signals  # type: ignore[index,union-attr,operator]
+        pipe = new_pipe(own, (1, 1), blocks=["layers.0", "layers.1"], chunks=4)
+    else:
+        own[2 * stage + 1] = signals  # type: ignore[operator]
+        pipe = new_pipe(own)
+    with running(pipe):
+        (outcome,) = together(lambda: trained(pipe, rows(4), schedule) and None)
     assert isinstance(outcome, (InjectedError, KeyboardInterrupt)), outcome
     signals.is_on = False  # a step that failed may not have reached it
     expect_nothing_left(pipe)
     expect_gradients(pipe, expected, failed=True)
-    expect_right(pipe, model=create_2, schedule=schedule)
+    expect_right(pipe, model=create, schedule=schedule)
 
 
-def one_failure(stage: int, microbatch: int) -> None:
+def interrupted_twice(stage: int, schedule: str | None, *, is_model: bool = False) -> None:
+    """As above. An injected interrupt or failure happens after the signal."""
+    with certain_until() as begin:
+        interrupted(stage, schedule, begin, is_model=is_model)
+
+
+def failure_without_notes() -> None:
+    """The error of a layer cannot be explained, so that its worker fails outside a step."""
+    with certain_until() as begin:
+        one_failure(1, 0, begin, WithoutNotesError)
+
+
+class WithoutNotesError(ValueError):
+    """Cannot be explained, so that an error happens while another one is handled."""
+
+    def add_note(self, note: str) -> None:
+        raise ValueError(*self.args)
+
+
+def one_failure(
+    stage: int, microbatch: int, before: Callable[[], object] = lambda: None, kind: type[ValueError] = ValueError
+) -> None:
     """A layer of a small pipe fails; other stages wait for its outputs or gradients."""
     model, expected = plain(create_2, None, squares, 4)
     layers = [*copy.deepcopy(model)]
-    layers[2 * stage + 1] = fails = Fails(microbatch)
+    layers[2 * stage + 1] = fails = Fails(microbatch, before, kind)
     pipe = new_pipe(nn.Sequential(*layers))
     (outcome,) = together(lambda: trained(pipe, rows(4), "1f1b") and None)
     if not isinstance(outcome, (InjectedError, KeyboardInterrupt)):
@@ -536,7 +574,7 @@ class Persistent(Row):
         for layer in self.layers:
             try:
                 y = layer(x)
-            except ValueError:
+            except (ValueError, InjectedError):
                 raise
             except BaseException:
                 y = layer(x)
@@ -544,12 +582,15 @@ class Persistent(Row):
         return x
 
 
-def failure_in_a_block(stage: int, schedule: str | None, kind: type[Row] = Row) -> None:
+def failure_in_a_block(block: int, schedule: str | None, kind: type[Row] = Row, **options: Any) -> None:
     """A block of a model fails, while forwards of other micro-batches wait for their turns."""
     model, expected = plain(create_row, None, squares, 4)
     blocks = [*copy.deepcopy(model).layers]  # type: ignore[arg-type]
-    blocks[stage][1] = fails = Fails(0)
-    pipe = new_pipe(kind(*blocks), (1, 1), blocks=["layers.0", "layers.1"])
+    blocks[block][1] = fails = Fails(0)
+    options = {"balance": (1, 1), "blocks": ["layers.0", "layers.1"], **options}
+    pipe = new_pipe(kind(*blocks), **options)
+    if len(pipe.balance) == 1:
+        blocks[1 - block][1].stage = None  # type: ignore[assignment]
     with running(pipe):
         (outcome,) = together(lambda: trained(pipe, rows(4), schedule) and None)
     if not isinstance(outcome, (InjectedError, KeyboardInterrupt)):
@@ -583,11 +624,18 @@ SEVERAL: dict[str, Callable[[], None]] = {
     "two-failures-middle": lambda: two_failures(3, 1),
     "signal-in-first-stage": lambda: interrupted(0, "1f1b"),
     "signal-in-last-stage": lambda: interrupted(1, "1f1b"),
+    "two-signals-in-first-stage": lambda: interrupted_twice(0, "1f1b"),
+    "two-signals-in-last-stage": lambda: interrupted_twice(1, "1f1b"),
+    "two-signals-call": lambda: interrupted_twice(1, None),
+    "two-signals-model": lambda: interrupted_twice(1, "1f1b", is_model=True),
+    "two-signals-call-model": lambda: interrupted_twice(1, None, is_model=True),
     "failure-in-first-stage": lambda: one_failure(0, 1),
     "failure-in-last-stage": lambda: one_failure(1, 0),
+    "failure-without-notes": failure_without_notes,
     "failure-in-first-block": lambda: failure_in_a_block(0, "1f1b"),
     "failure-in-last-block": lambda: failure_in_a_block(1, None),
-    "failure-is-caught": lambda: failure_in_a_block(0, "1f1b", Persistent),
+    "failure-in-one-stage": lambda: failure_in_a_block(0, None, balance=(2,), chunks=1),
+    "failure-is-caught": lambda: failure_in_a_block(1, "1f1b", Persistent),
     "each-other": each_other,
     "pipe-in-a-block": pipe_in_a_block,
     "closed-during-a-step": closed_during_a_step,
