@@ -536,16 +536,16 @@ def interrupted_twice(stage: int, schedule: str | None, *, is_model: bool = Fals
         interrupted(stage, schedule, begin, is_model=is_model)
 
 
-def failure_without_notes() -> None:
+def unreadable_failure() -> None:
     """The error of a layer cannot be explained, so that its worker fails outside a step."""
     with certain_until() as begin:
-        one_failure(1, 0, begin, WithoutNotesError)
+        one_failure(1, 0, begin, UnreadableError)
 
 
-class WithoutNotesError(ValueError):
-    """Cannot be explained, so that an error happens while another one is handled."""
+class UnreadableError(ValueError):
+    """Cannot be explained, because its message raises an error."""
 
-    def add_note(self, note: str) -> None:
+    def __str__(self) -> str:
         raise ValueError(*self.args)
 
 
@@ -601,6 +601,39 @@ def failure_in_a_block(block: int, schedule: str | None, kind: type[Row] = Row, 
     expect_right(pipe, model=create_row, schedule=schedule)
 
 
+class Counts(nn.Module):
+    """The identity; counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = waiting.Semaphore(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.release()
+        return x * 1
+
+
+def failure_with_waiting_forwards(count: int) -> None:
+    """A block fails in the first micro-batch, when the forwards of all others wait for their turns."""
+    model, _ = plain(create_row, None, squares, 4)
+    blocks: Any = [*copy.deepcopy(model).layers]  # type: ignore[arg-type]
+    counts = Counts()
+
+    def wait() -> None:
+        for _ in range(count):
+            counts.calls.acquire(timeout=1)
+        begin()
+
+    blocks[0][1], blocks[1][1] = counts, Fails(0, wait)
+    pipe = new_pipe(Row(*blocks), (1, 1), blocks=["layers.0", "layers.1"], chunks=count)
+    with certain_until() as begin:
+        (outcome,) = together(lambda: trained(pipe, rows(count)) and None)
+    assert str(outcome) == "micro-batch 0" or expect_injected([outcome])
+    blocks[1][1].microbatch = -1
+    expect_nothing_left(pipe)
+    expect_right(pipe, model=create_row, schedule=None)
+
+
 def create_row() -> nn.Module:
     return Row(*(nn.Sequential(*create_2()[2 * k : 2 * k + 2]) for k in range(2)))
 
@@ -631,10 +664,11 @@ SEVERAL: dict[str, Callable[[], None]] = {
     "two-signals-call-model": lambda: interrupted_twice(1, None, is_model=True),
     "failure-in-first-stage": lambda: one_failure(0, 1),
     "failure-in-last-stage": lambda: one_failure(1, 0),
-    "failure-without-notes": failure_without_notes,
+    "unreadable-failure": unreadable_failure,
     "failure-in-first-block": lambda: failure_in_a_block(0, "1f1b"),
     "failure-in-last-block": lambda: failure_in_a_block(1, None),
     "failure-in-one-stage": lambda: failure_in_a_block(0, None, balance=(2,), chunks=1),
+    "failure-with-waiting-forwards": lambda: failure_with_waiting_forwards(3),
     "failure-is-caught": lambda: failure_in_a_block(1, "1f1b", Persistent),
     "each-other": each_other,
     "pipe-in-a-block": pipe_in_a_block,
