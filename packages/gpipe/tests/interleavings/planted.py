@@ -1,13 +1,15 @@
 # ruff: noqa: E501
 """Faults of order: a lock removed, a wake-up lost, a check or a flag at the wrong time. The exploration notices them.
 
-    python -m packages.gpipe.tests.interleavings.planted [numbers]
+    python -m packages.gpipe.tests.interleavings.planted [numbers] [--suite]
 
-Each fault is planted in the sources of a fresh process, which explores the scenarios that use the line.
+Each fault is planted in the sources of a fresh process, which explores the scenarios that use the line. With
+``--suite``, it runs the tests with real threads instead, until one fails or hangs.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -17,11 +19,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+import pytest
 import torch  # noqa: F401  # before the forks, which takes seconds
 
 ROOT = Path(__file__).parents[4]
@@ -169,7 +172,7 @@ FAULTS = [
           "        if self._pool is not None:\n            self._ending, self._pool = self._pool, None\n        if self._ending is not None and self._process == os.getpid():\n            self._ending.shutdown()\n        self._ending = None",
           "        pool, self._pool = self._pool, None\n        if pool is not None:\n            pool.shutdown()", MODEL),
 ]  # fmt: skip
-EXTRA = {POOL: "\n_kept = []\n", RANDOM: "\nprocess_lock_of_runs = waiting.Lock()\n"}
+EXTRA = {POOL: "\n_kept = []\n", RANDOM: "\nprocess_lock_of_runs = waiting.RLock()\n"}
 
 
 def planted_source(fault: Fault) -> tuple[Path, str]:
@@ -180,8 +183,23 @@ def planted_source(fault: Fault) -> tuple[Path, str]:
     return path, text.replace(fault.before, fault.after) + EXTRA.get(fault.module, "")
 
 
-def notice(fault: Fault, most: int = 250) -> tuple[bool, str]:
-    """Whether the exploration notices a fault, and the last line that it prints.
+def explored(fault: Fault, most: int = 250) -> int:
+    """Explore the scenarios of a fault; return the status."""
+    explorer = importlib.import_module("packages.gpipe.tests.interleavings.__main__")
+    return int(explorer.main([*fault.scenarios, "--most", str(most)]))
+
+
+SUITE = [f"packages/gpipe/tests/{each}" for each in ("engine", "transport", "module")] + ["packages/streams/tests"]
+
+
+def tested(fault: Fault) -> int:
+    """Run the tests with real threads until one fails or hangs; return the status."""
+    options = ["-x", "-q", "--timeout=60", "--timeout-method=thread", "-p", "no:cacheprovider"]
+    return int(pytest.main([*options, *SUITE, "--ignore=packages/streams/tests/test_interleavings.py"]))
+
+
+def notice(fault: Fault, work: Callable[[Fault], int]) -> tuple[bool, str]:
+    """Whether ``work`` notices a fault, and the last line that it prints.
 
     It runs in a fork of this process, which has imported torch but none of our packages.
     """
@@ -196,8 +214,7 @@ def notice(fault: Fault, most: int = 250) -> tuple[bool, str]:
         sys.meta_path.insert(0, _Planted(fault.module, path, source))
         status = 1
         try:
-            explorer = importlib.import_module("packages.gpipe.tests.interleavings.__main__")
-            status = explorer.main([*fault.scenarios, "--most", str(most)])
+            status = work(fault)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -212,7 +229,7 @@ def notice(fault: Fault, most: int = 250) -> tuple[bool, str]:
     timer.cancel()
     lines = [each for each in text.splitlines() if each and not each.startswith(" ")]
     errors = [each for each in lines if "Error" in each or "Interrupt" in each]
-    # An exploration that takes too long was killed, and has noticed nothing.
+    # A process that takes too long was killed, and has noticed nothing.
     return os.WIFEXITED(status) and status != 0, (errors or lines or ["nothing"])[-1]
 
 
@@ -231,12 +248,16 @@ class _Planted(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(compile(self._source, str(self._path), "exec"), vars(module))
 
 
-def main(arguments: Sequence[str]) -> int:
-    chosen = [FAULTS[int(each)] for each in arguments] or FAULTS
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="planted")
+    parser.add_argument("numbers", nargs="*", type=int, help="numbers of faults; all by default")
+    parser.add_argument("--suite", action="store_true", help="run the tests with real threads instead")
+    options = parser.parse_args(arguments)
+    chosen = [FAULTS[each] for each in options.numbers] or FAULTS
     noticed = 0
     for fault in chosen:
         begin = time.monotonic()
-        found, why = notice(fault)
+        found, why = notice(fault, tested if options.suite else explored)
         noticed += found
         mark = "noticed" if found else "MISSED "
         print(f"{mark} {time.monotonic() - begin:6.1f} s  {fault.what}: {why[:90]}", flush=True)
@@ -245,4 +266,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
