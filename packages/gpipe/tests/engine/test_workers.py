@@ -12,6 +12,8 @@ from packages.streams.tests.fakes import in_child
 from torch import Tensor, nn
 
 from gpipe import GPipe, inline
+from gpipe.engine._workers import Workers
+from streams import CPUStream
 
 from ..layers import DOUBLE, Call, assert_trains_like, linears, on_backward, piped, rows, within
 
@@ -81,6 +83,21 @@ def test_close_ends_threads_and_the_next_run_starts_new_ones(born: Callable[[], 
         pipe.close()
         assert not born()
         pipe.close()
+
+
+def test_workers_end_even_if_the_second_stop_is_interrupted(born: Callable[[], set[threading.Thread]]) -> None:
+    interrupts = iter([False, False, True])  # the first stop is the worker's
+
+    def stop() -> None:
+        if next(interrupts):
+            raise KeyboardInterrupt
+
+    def fail() -> None:
+        raise ValueError
+
+    with pytest.raises(KeyboardInterrupt):
+        Workers([torch.device("cpu")]).run([(CPUStream, fail)], stop)
+    assert not born()
 
 
 def test_a_run_that_outlives_its_pipe_goes_backward_all_the_same(born: Callable[[], set[threading.Thread]]) -> None:

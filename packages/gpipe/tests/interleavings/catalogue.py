@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from packages.streams.tests.interleavings.programs import WORKERS
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -19,12 +20,12 @@ from .several import SEVERAL
 def tied() -> nn.Sequential:
     """Three stages; the first and the last have the same weight."""
     first, middle = linear(), linear()
-    return nn.Sequential(first, Point("stage 0"), middle, Point("stage 1"), Tied(first), Point("stage 2"))
+    return nn.Sequential(first, Point("stage 0", 0), middle, Point("stage 1", 1), Tied(first), Point("stage 2", 2))
 
 
 def skips() -> nn.Sequential:
-    layers = [linear(), Stash(), Point("stage 0"), linear(), Point("stage 1"), Pop(), linear(), Point("stage 2")]
-    return nn.Sequential(*layers)
+    first, middle, last = (Point(f"stage {j}", j) for j in range(3))
+    return nn.Sequential(linear(), Stash(), first, linear(), middle, Pop(), linear(), last)
 
 
 class Noise(nn.Module):
@@ -60,8 +61,8 @@ def row(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: Row(*create())
 
 
-def part(k: int) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(linear(), Point(f"block {k}"))
+def part(k: int, stage: int | None = None) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(linear(), Point(f"block {k}", k if stage is None else stage))
 
 
 class Between(Row):
@@ -111,7 +112,7 @@ def scenarios() -> list[Scenario]:
         found.append(Scenario(f"{name}-skips", model_of_layers(skips), (3, 2, 3), schedule, {}))
         found.append(Scenario(f"{name}-tied", model_of_layers(tied), (2, 2, 2), schedule, {}))
         found.append(Scenario(f"{name}-offload", two, (2, 2), schedule, {"offload": True}))
-        noise = model_of(linear, Noise, lambda: Point("stage 0"), linear, Noise, lambda: Point("stage 1"))
+        noise = model_of(linear, Noise, lambda: Point("stage 0", 0), linear, Noise, lambda: Point("stage 1", 1))
         found.append(Scenario(f"{name}-noise", noise, (3, 3), schedule, {"checkpoint": "always"}, draws=True))
         attention = model_of(
             linear, lambda: Attention(SDPBackend.MATH), linear, lambda: Attention(SDPBackend.FLASH_ATTENTION)
@@ -124,7 +125,7 @@ def scenarios() -> list[Scenario]:
                 f"{name}-model-always", row(part(0), part(1)), (1, 1), schedule, {**blocks(2), "checkpoint": "always"}
             )
         )
-        drawing = row(part(0), PythonNoise, part(2), PythonNoise)
+        drawing = row(part(0), PythonNoise, part(2, 1), PythonNoise)
         found.append(Scenario(f"{name}-model-noise", drawing, (2, 2), schedule, blocks(4), draws=True))
     found.append(Scenario("1f1b-counted", two, (2, 2), "1f1b", {}, loss_fn=counted))
     found.append(Scenario("evaluate-model", row(part(0), part(1)), (1, 1), "evaluate", blocks(2)))
@@ -145,8 +146,8 @@ def model_of_layers(create: Callable[[], nn.Sequential]) -> Callable[[], nn.Modu
 
 
 between_model = model_of_layers(between)  # type: ignore[arg-type]
-PROGRAMS: dict[str, Callable[[], None]] = {each.name: each for each in scenarios()} | SEVERAL
-ORDERS_ONLY = frozenset(name for name in PROGRAMS if name.startswith("signal-")) | {"nested-seeds", "two-seeds"}
+PROGRAMS: dict[str, Callable[[], None]] = {each.name: each for each in scenarios()} | SEVERAL | WORKERS
+ORDERS_ONLY = frozenset({"nested-seeds", "two-seeds"})
 """Programs that inject their own interrupt, or whose results are compared, so that all threads must return one."""
 """Programs that are interrupted in each run. A failure or a second interrupt is not injected."""
 __all__ = ["DOUBLE", "ORDERS_ONLY", "PROGRAMS", "Layer"]

@@ -1,6 +1,6 @@
 """KeyboardInterrupt at each place of a step where a signal may arrive; the next step runs on a different thread.
 
-    python -m packages.gpipe.tests.interleavings.interrupted [--every 3]
+    python -m packages.gpipe.tests.interleavings.interrupted [--every 3] [--twice 30]
 
 A lock that an interrupt leaves locked is reentrant for its thread, and so the next step of the same thread would pass.
 """
@@ -8,6 +8,7 @@ A lock that an interrupt leaves locked is reentrant for its thread, and so the n
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -44,6 +45,37 @@ def failures(way: str | None, mode: str, inline: bool, every: int) -> Iterator[t
             yield None, None
 
 
+def failures_twice(way: str | None, mode: str, inline: bool, every: int) -> Iterator[tuple[Place | None, str]]:
+    """The same with a second interrupt at a random place while the first one is handled."""
+    rng = random.Random(0)
+    trial = prepared(way, mode, inline)
+    places = Interrupts(FILES)
+    places.during(trial.step)
+    for at in representatives(places.places)[::every]:
+        once = Interrupts(FILES, at)
+        once.during(trial.step)
+        within(10, trial.expect_all_well)
+        numbers = representatives(once.places)
+        if not numbers:
+            continue
+        then = rng.choice(numbers)
+        twice = Interrupts(FILES, at, then)
+        twice.during(trial.step)
+        try:
+            within(10, trial.expect_all_well)
+        except Exception as error:
+            yield places.places[at - 1], f"then {described(once.places[then - 1])}: {error!r}"
+            trial = prepared(way, mode, inline)
+        else:
+            if twice.interrupts == 2:
+                yield None, ""
+
+
+def described(place: Place) -> str:
+    code, instruction = place
+    return f"{code.co_filename}, {code.co_qualname}, instruction {instruction}"
+
+
 def prepared(way: str | None, mode: str, inline: bool) -> Trial:
     trial = Trial(way, mode, inline)
     trial.step()
@@ -51,22 +83,28 @@ def prepared(way: str | None, mode: str, inline: bool) -> Trial:
     return trial
 
 
+def show(name: str, found: Sequence[tuple[Place | None, object]], begin: float) -> bool:
+    wrong = [(place, error) for place, error in found if place is not None]
+    print(f"{name:<36} {len(found):>10} {len(wrong):>7} {time.monotonic() - begin:>8.1f}", flush=True)
+    for place, error in wrong:
+        print(f"  {described(place)}: {error!r}")
+    return bool(wrong)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="interrupted")
     parser.add_argument("--every", type=int, default=3, help="only one in so many places")
-    every = parser.parse_args(arguments).every
+    parser.add_argument("--twice", type=int, default=20, help="a second interrupt at one in so many places; 0 for none")
+    options = parser.parse_args(arguments)
     failed = False
     print(f"{'step':<36} {'interrupts':>10} {'failed':>7} {'seconds':>8}")
     for way, mode, inline in TRIALS:
         begin = time.monotonic()
-        found = [*failures(way, mode, inline, every)]
-        wrong = [(place, error) for place, error in found if place is not None]
         name = f"{way or 'call'} {mode} {'inline' if inline else 'threads'}"
-        print(f"{name:<36} {len(found):>10} {len(wrong):>7} {time.monotonic() - begin:>8.1f}", flush=True)
-        for place, error in wrong:
-            assert place is not None
-            print(f"  {place[0].co_filename}, {place[0].co_qualname}, instruction {place[1]}: {error!r}")
-        failed |= bool(wrong)
+        failed |= show(name, [*failures(way, mode, inline, options.every)] if options.every else [], begin)
+        begin = time.monotonic()
+        if options.twice:
+            failed |= show(f"{name} twice", [*failures_twice(way, mode, inline, options.twice)], begin)
     return int(failed)
 
 

@@ -20,44 +20,50 @@ from gpipe._current import doing
 from gpipe._torch import attention_settings
 from gpipe.checkpoint import _attention
 from gpipe.checkpoint._random import CellRNG, RunRNG
+from gpipe.model._generators import Numbers, generator_states
 from streams import waiting
 
 from ..layers import Row, linear, rows, squares, trained
 from .scenarios import (
     assert_no_threads,
     certain,
+    certain_until,
     close,
+    expect,
     expect_gradients,
     expect_nothing_left,
     model_of,
     plain,
     point,
     points,
+    running,
 )
 
 
 def together(*works: Callable[[], Any]) -> list[Any]:
     """Run works in this thread and others; return what each returns or raises."""
     outcomes: list[Any] = [None] * len(works)
+    ended = [waiting.Event() for _ in works]
 
     def run(k: int) -> None:
         try:
             outcomes[k] = works[k]()
         except (Exception, KeyboardInterrupt) as error:
             outcomes[k] = error
+        finally:
+            if k:
+                ended[k].set()
 
     threads = [waiting.Thread(target=run, args=[k]) for k in range(1, len(works))]
     for thread in threads:
         with suppress(KeyboardInterrupt):  # it is started before it can be interrupted
             thread.start()
     run(0)
-    for thread in threads:
-        while True:
-            try:
-                thread.join()
-                break
-            except KeyboardInterrupt:
-                pass
+    for wait in [*(each.wait for each in ended[1:]), *(thread.join for thread in threads)]:
+        with suppress(KeyboardInterrupt):
+            wait()
+            continue
+        wait()  # it was interrupted
     return outcomes
 
 
@@ -72,7 +78,7 @@ def expect_right(*pipes: GPipe, model: Callable[[], nn.Module], schedule: str | 
     _, expected = plain(model, None, squares, 4)
     for pipe in pipes:
         pipe.zero_grad()
-        with certain():
+        with certain(), running(pipe):
             trained(pipe, rows(4), schedule)
         expect_gradients(pipe, expected, failed=False)
     expect_nothing_left(pipes[0])
@@ -124,18 +130,45 @@ def two_pipes(schedule: str | None) -> None:
 
 
 def shared_parameters() -> None:
-    """Two threads train two pipes of the same layers: the second one waits for nothing, and may be refused."""
+    """Two threads train two pipes of the same layers with different data; the second one may raise an error.
+
+    A hook receives the complete gradient of one of the steps. The last layer lets the other thread go on.
+    """
     model, expected = plain(create_2, None, squares, 4)
-    layers = copy.deepcopy(model)
-    pipes = [new_pipe(nn.Sequential(*layers)) for _ in range(2)]
-    outcomes = together(*(lambda pipe=pipe: trained(pipe, rows(4), "1f1b") and None for pipe in pipes))
-    refused = [each for each in outcomes if "another thread is training another pipe" in str(each)]
-    assert len(refused) < 2, "both are refused"
-    others = [each for each in outcomes if each not in refused]
-    if not expect_injected(others):
-        factor = len(others)
-        expect_gradients(pipes[0], {k: None if g is None else factor * g for k, g in expected.items()}, failed=False)
+    layers = [*copy.deepcopy(model), Pauses()]
+    pipes = [new_pipe(nn.Sequential(*layers), (2, 3)) for _ in range(2)]
+    calls: list[Tensor] = []
+    handle = layers[0].weight.register_hook(calls.append)  # type: ignore[union-attr,operator]
+    data = rows(4), -2 * rows(4)
+    outcomes = together(
+        *(lambda pipe=pipe, x=x: trained(pipe, x, "1f1b") and None for pipe, x in zip(pipes, data, strict=True))
+    )
+    whole = [plain_gradients(copy.deepcopy(model), x) for x in data]
+    is_refused = ["another thread is training another pipe" in str(each) for each in outcomes]
+    assert not all(is_refused), "both are refused"
+    done = [k for k in range(2) if not is_refused[k]]
+    if not expect_injected([outcomes[k] for k in done]):
+        sums = {name: sum(whole[k][name] for k in done) for name in expected}  # type: ignore[misc]
+        expect_gradients(pipes[0], sums, failed=False)
+    for gradient in calls:
+        right = any(torch.allclose(gradient, whole[k]["0.weight"]) for k in done)  # type: ignore[arg-type]
+        assert right, "a hook has received a mixture of the gradients of two steps"
+    handle.remove()
     expect_right(*pipes, model=create_2, schedule="1f1b")
+
+
+class Pauses(nn.Module):
+    """The identity, in which other threads may go on without a preemption."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        point("a pause", pause=True)
+        return x * 1
+
+
+def plain_gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
+    with certain():
+        trained(model, x)
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 class Around(nn.Module):
@@ -232,6 +265,54 @@ def closed_during_a_step() -> None:
     expect_right(pipe, model=create_2, schedule="1f1b")
 
 
+class Announces(nn.Module):
+    """The identity; says that it has begun, and lets other threads go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = waiting.Event()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.begun.set()
+        point("a pause", pause=True)
+        return x * 1
+
+
+def closed_while_computing(pipe: GPipe, announces: Announces) -> None:
+    """A thread closes a pipe while a layer of it is computed. It waits for the run, and then no thread is left."""
+    _, expected = plain(create_2, None, squares, 4)
+
+    def step() -> None:
+        try:
+            with running(pipe):
+                trained(pipe, rows(4), "1f1b")
+        finally:
+            announces.begun.set()  # a step that was interrupted may not have called the layer
+
+    def close_later() -> None:
+        announces.begun.wait()
+        pipe.close()
+
+    failed = expect_injected(together(step, close_later))
+    assert_no_threads()
+    actual = [parameter.grad for parameter in pipe.parameters()]
+    if not failed or any(gradient is not None for gradient in actual):
+        torch.testing.assert_close(actual, [*expected.values()], rtol=1e-10, atol=1e-10)
+    expect_nothing_left(pipe)
+
+
+def closed_while_computing_layers() -> None:
+    layers = [*copy.deepcopy(plain(create_2, None, squares, 4)[0])]
+    layers[3] = announces = Announces()
+    closed_while_computing(new_pipe(nn.Sequential(*layers)), announces)
+
+
+def closed_while_computing_blocks() -> None:
+    model = copy.deepcopy(plain(create_row, None, squares, 4)[0])
+    model.layers[1][1] = announces = Announces()  # type: ignore[index,operator,union-attr]
+    closed_while_computing(new_pipe(model, (1, 1), blocks=["layers.0", "layers.1"]), announces)
+
+
 def freed_between_forward_and_backward() -> None:
     """The pipe is freed while its output lives on; its threads end by themselves."""
     model, expected = plain(create_2, None, squares, 4)
@@ -322,8 +403,8 @@ def attentions() -> None:
     def attend(kernels: Any) -> None:
         for _ in range(2):
             with _attention._turns.of(kernels):
-                point("inside of an attention")
-                assert attention_settings() == kernels
+                point("inside an attention", pause=True)
+                expect(attention_settings() == kernels, "an attention runs with the kernels of another one")
 
     outcomes = together(*(partial(attend, kernels) for kernels in choices))
     expect_injected(outcomes)
@@ -331,25 +412,52 @@ def attentions() -> None:
 
 
 class Fails(nn.Module):
-    """Fails in the forward of one micro-batch."""
+    """Fails in the forward of one micro-batch.
 
-    def __init__(self, microbatch: int) -> None:
+    Args:
+        before: called before the failure.
+        kind: the class of the error.
+    """
+
+    def __init__(
+        self, microbatch: int, before: Callable[[], object] = lambda: None, kind: type[ValueError] = ValueError
+    ) -> None:
         super().__init__()
-        self.microbatch, self.calls = microbatch, -1
+        self.microbatch, self.calls, self.before, self.kind = microbatch, -1, before, kind
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         point("before a failure")
         if self.calls == self.microbatch:
-            raise ValueError(f"micro-batch {self.microbatch}")
+            self.before()
+            raise self.kind(f"micro-batch {self.microbatch}")
         return x * 1
 
 
-def two_failures(stages: int) -> None:
-    """Two layers fail. The error is the one that is first in the schedule, whichever happens first."""
-    layers = [linear(), Fails(stages), *(linear() for _ in range(stages - 2)), linear(), Fails(0)]
-    pipe = new_pipe(nn.Sequential(*layers), (2, *[1] * (stages - 2), 2), chunks=stages + 1)
-    (outcome,) = together(lambda: trained(pipe, rows(4), "fill_drain") and None)
+class Meeting:
+    """Lets each of two threads go on when the other one has arrived, or after some time."""
+
+    def __init__(self) -> None:
+        self._arrived = [waiting.Semaphore(0), waiting.Semaphore(0)]
+
+    def arrive(self, k: int) -> None:
+        self._arrived[1 - k].release()
+        self._arrived[k].acquire(timeout=1)
+
+
+def two_failures(stages: int, second: int, *, meet: bool = True) -> None:
+    """Two layers fail. The error is the one that is first in the schedule, whichever happens first.
+
+    Args:
+        second: the stage of the layer that is first in the schedule, after the first stage.
+        meet: whether both layers are computed at the same time, so that both failures are known.
+    """
+    meeting = Meeting()
+    layers = [nn.Sequential(linear(), linear()) for _ in range(stages)]
+    for k, (stage, microbatch) in enumerate([(0, stages), (second, 0)]):
+        layers[stage][1] = Fails(microbatch, partial(meeting.arrive, k) if meet else lambda: None)
+    pipe = new_pipe(nn.Sequential(*layers), (1,) * stages, chunks=stages + 1)
+    (outcome,) = together(lambda: trained(pipe, rows(stages + 1), "fill_drain") and None)
     if not isinstance(outcome, (InjectedError, KeyboardInterrupt)):
         assert str(outcome) == "micro-batch 0", outcome
     expect_nothing_left(pipe)
@@ -362,33 +470,92 @@ class Signals(nn.Module):
 
     is_on = True
 
+    def __init__(self, before: Callable[[], object] = lambda: None) -> None:
+        super().__init__()
+        self.before = before
+
     def forward(self, x: Tensor) -> Tensor:
         if self.is_on and active and active[-1].controls_this_thread():
             self.is_on = False
+            self.before()
             active[-1].interrupt_main()
             point("after a signal")
         return x * 1
 
 
-def interrupted(stage: int, schedule: str) -> None:
+def pieces_of_two_threads() -> None:
+    """Pieces of forwards that use Python's generator get the same numbers as one after the other."""
+
+    def numbers(run: Callable[..., list[Any]]) -> tuple[list[Any], Any]:
+        random.seed(7)
+        own = Numbers({})
+
+        def piece(k: int) -> float:
+            end = own.begin(k, [k])
+            try:
+                point("inside a piece", pause=True)
+                return random.random()
+            finally:
+                end()
+
+        return run(*(partial(piece, k) for k in range(2))), generator_states()
+
+    with certain():
+        expected, after = numbers(lambda *pieces: [piece() for piece in pieces])
+    found, now = numbers(together)
+    if not expect_injected(found):
+        assert found == expected, "a piece has used the random numbers of another one"
+        assert str(now) == str(after)
+
+
+def interrupted(
+    stage: int, schedule: str | None, before: Callable[[], object] = lambda: None, *, is_model: bool = False
+) -> None:
     """A signal interrupts the caller while it waits for the stages."""
-    model, expected = plain(create_2, None, squares, 4)
-    layers = [*copy.deepcopy(model)]
-    layers[2 * stage + 1] = signals = Signals()
-    pipe = new_pipe(nn.Sequential(*layers))
-    (outcome,) = together(lambda: trained(pipe, rows(4), schedule) and None)
+    create = create_row if is_model else create_2
+    model, expected = plain(create, None, squares, 4)
+    own, signals = copy.deepcopy(model), Signals(before)
+    if is_model:
+        own.layers[stage][1] = signals  # type: ignore[index,union-attr,operator]
+        pipe = new_pipe(own, (1, 1), blocks=["layers.0", "layers.1"], chunks=4)
+    else:
+        own[2 * stage + 1] = signals  # type: ignore[operator]
+        pipe = new_pipe(own)
+    with running(pipe):
+        (outcome,) = together(lambda: trained(pipe, rows(4), schedule) and None)
     assert isinstance(outcome, (InjectedError, KeyboardInterrupt)), outcome
     signals.is_on = False  # a step that failed may not have reached it
     expect_nothing_left(pipe)
     expect_gradients(pipe, expected, failed=True)
-    expect_right(pipe, model=create_2, schedule=schedule)
+    expect_right(pipe, model=create, schedule=schedule)
 
 
-def one_failure(stage: int, microbatch: int) -> None:
+def interrupted_twice(stage: int, schedule: str | None, *, is_model: bool = False) -> None:
+    """As above. An injected interrupt or failure happens after the signal."""
+    with certain_until() as begin:
+        interrupted(stage, schedule, begin, is_model=is_model)
+
+
+def unreadable_failure() -> None:
+    """The error of a layer cannot be explained, so that its worker fails outside a step."""
+    with certain_until() as begin:
+        one_failure(1, 0, begin, UnreadableError)
+
+
+class UnreadableError(ValueError):
+    """Cannot be explained, because its message raises an error."""
+
+    def __str__(self) -> str:
+        raise ValueError(*self.args)
+
+
+def one_failure(
+    stage: int, microbatch: int, before: Callable[[], object] = lambda: None, kind: type[ValueError] = ValueError
+) -> None:
     """A layer of a small pipe fails; other stages wait for its outputs or gradients."""
     model, expected = plain(create_2, None, squares, 4)
     layers = [*copy.deepcopy(model)]
-    layers[2 * stage + 1] = fails = Fails(microbatch)
+    layers[2 * stage + 1] = fails = Fails(microbatch, before, kind)
     pipe = new_pipe(nn.Sequential(*layers))
     (outcome,) = together(lambda: trained(pipe, rows(4), "1f1b") and None)
     if not isinstance(outcome, (InjectedError, KeyboardInterrupt)):
@@ -398,6 +565,77 @@ def one_failure(stage: int, microbatch: int) -> None:
     expect_nothing_left(pipe)
     expect_gradients(pipe, expected, failed=True)
     expect_right(pipe, model=create_2, schedule="1f1b")
+
+
+class Persistent(Row):
+    """Calls each block again if it is interrupted there, as a model does that catches every exception."""
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            try:
+                y = layer(x)
+            except (ValueError, InjectedError):
+                raise
+            except BaseException:
+                y = layer(x)
+            x = y
+        return x
+
+
+def failure_in_a_block(block: int, schedule: str | None, kind: type[Row] = Row, **options: Any) -> None:
+    """A block of a model fails, while forwards of other micro-batches wait for their turns."""
+    model, expected = plain(create_row, None, squares, 4)
+    blocks = [*copy.deepcopy(model).layers]  # type: ignore[arg-type]
+    blocks[block][1] = fails = Fails(0)
+    options = {"balance": (1, 1), "blocks": ["layers.0", "layers.1"], **options}
+    pipe = new_pipe(kind(*blocks), **options)
+    if len(pipe.balance) == 1:
+        blocks[1 - block][1].stage = None  # type: ignore[assignment]
+    with running(pipe):
+        (outcome,) = together(lambda: trained(pipe, rows(4), schedule) and None)
+    if not isinstance(outcome, (InjectedError, KeyboardInterrupt)):
+        assert str(outcome) == "micro-batch 0", outcome
+    fails.microbatch = -1  # an interrupted step may not have reached it
+    expect_nothing_left(pipe)
+    expect_gradients(pipe, expected, failed=True)
+    expect_right(pipe, model=create_row, schedule=schedule)
+
+
+class Counts(nn.Module):
+    """The identity; counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = waiting.Semaphore(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.release()
+        return x * 1
+
+
+def failure_with_waiting_forwards(count: int) -> None:
+    """A block fails in the first micro-batch, when the forwards of all others wait for their turns."""
+    model, _ = plain(create_row, None, squares, 4)
+    blocks: Any = [*copy.deepcopy(model).layers]  # type: ignore[arg-type]
+    counts = Counts()
+
+    def wait() -> None:
+        for _ in range(count):
+            counts.calls.acquire(timeout=1)
+        begin()
+
+    blocks[0][1], blocks[1][1] = counts, Fails(0, wait)
+    pipe = new_pipe(Row(*blocks), (1, 1), blocks=["layers.0", "layers.1"], chunks=count)
+    with certain_until() as begin:
+        (outcome,) = together(lambda: trained(pipe, rows(count)) and None)
+    assert str(outcome) == "micro-batch 0" or expect_injected([outcome])
+    blocks[1][1].microbatch = -1
+    expect_nothing_left(pipe)
+    expect_right(pipe, model=create_row, schedule=None)
+
+
+def create_row() -> nn.Module:
+    return Row(*(nn.Sequential(*create_2()[2 * k : 2 * k + 2]) for k in range(2)))
 
 
 SEVERAL: dict[str, Callable[[], None]] = {
@@ -413,15 +651,30 @@ SEVERAL: dict[str, Callable[[], None]] = {
     "nested-seeds": seeds_of_nested_runs,
     "two-seeds": seeds_of_two_stages,
     "attentions": attentions,
-    "two-failures": lambda: two_failures(2),
-    "two-failures-3-stages": lambda: two_failures(3),
+    "two-pieces": pieces_of_two_threads,
+    "two-failures": lambda: two_failures(2, 1),
+    "two-failures-3-stages": lambda: two_failures(3, 2, meet=False),
+    "two-failures-middle": lambda: two_failures(3, 1),
     "signal-in-first-stage": lambda: interrupted(0, "1f1b"),
     "signal-in-last-stage": lambda: interrupted(1, "1f1b"),
+    "two-signals-in-first-stage": lambda: interrupted_twice(0, "1f1b"),
+    "two-signals-in-last-stage": lambda: interrupted_twice(1, "1f1b"),
+    "two-signals-call": lambda: interrupted_twice(1, None),
+    "two-signals-model": lambda: interrupted_twice(1, "1f1b", is_model=True),
+    "two-signals-call-model": lambda: interrupted_twice(1, None, is_model=True),
     "failure-in-first-stage": lambda: one_failure(0, 1),
     "failure-in-last-stage": lambda: one_failure(1, 0),
+    "unreadable-failure": unreadable_failure,
+    "failure-in-first-block": lambda: failure_in_a_block(0, "1f1b"),
+    "failure-in-last-block": lambda: failure_in_a_block(1, None),
+    "failure-in-one-stage": lambda: failure_in_a_block(0, None, balance=(2,), chunks=1),
+    "failure-with-waiting-forwards": lambda: failure_with_waiting_forwards(3),
+    "failure-is-caught": lambda: failure_in_a_block(1, "1f1b", Persistent),
     "each-other": each_other,
     "pipe-in-a-block": pipe_in_a_block,
     "closed-during-a-step": closed_during_a_step,
+    "closed-while-computing": closed_while_computing_layers,
+    "closed-while-computing-model": closed_while_computing_blocks,
     "freed-between": freed_between_forward_and_backward,
     "dropped-by-another-thread": dropped_by_another_thread,
 }

@@ -5,5 +5,6 @@
 - ``install``: lets the packages under test use these objects.
 - ``choices``: where choices come from: a record, priorities, or the default.
 - ``explore``: runs a program once for each order of events, up to a number of preemptions.
+- ``programs``: blocks of workers, without a pipe.
 - ``interrupts``: KeyboardInterrupt wherever the interpreter may raise one.
 """

@@ -26,61 +26,83 @@ Place = tuple[CodeType, int]
 
 
 class Interrupts:
-    """Raise KeyboardInterrupt in this thread at one of the places where a signal may arrive.
+    """Raise KeyboardInterrupt in this thread at one or several of the places where a signal may arrive.
 
     Args:
         files: the beginnings of the paths of files under test.
-        at: the number of the place, counted from 1; 0 for none.
+        at: the numbers of the places, each counted from 1, and from the previous interrupt on; 0 for none.
 
     Attributes:
-        count: the number of places so far.
-        places: each of them.
+        count: the number of places since the last interrupt.
+        places: each of them, after all interrupts.
+        interrupts: the number of interrupts.
     """
 
-    def __init__(self, files: Collection[str], at: int = 0) -> None:
-        self._files, self._at = tuple(files), at
-        self.count = 0
+    def __init__(self, files: Collection[str], *at: int) -> None:
+        self._files, self._at = tuple(files), [each for each in at if each]
+        self.count = self.interrupts = 0
         self.places: list[Place] = []
+        self._interrupted: list[tuple[FrameType, _Traced]] = []
 
     def during(self, work: Callable[[], object]) -> bool:
         """Do ``work``; return whether it was interrupted."""
-        before = sys.gettrace()
+        before, profile = sys.gettrace(), sys.getprofile()
         sys.settrace(self._begin)
         try:
             work()
         except KeyboardInterrupt:
-            assert self._at  # else the test itself is interrupted
+            sys.settrace(before)
+            assert self.interrupts  # else the test itself is interrupted
             return True
         finally:
             sys.settrace(before)
+            sys.setprofile(profile)
+            self._interrupted.clear()
         return False
 
     def _begin(self, frame: FrameType, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.startswith(self._files) or "/tests/" in frame.f_code.co_filename:
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        code, previous = code_of(frame.f_code), -1
+        return _Traced(frame, self._arrive)
 
-        def trace(frame: FrameType, event: str, _: Any) -> Any:
-            nonlocal previous
-            if event == "opcode":
-                # The exception of a signal belongs to the instruction that looked for it, and this one to the next.
-                is_same = previous >= 0 and handler(frame.f_code, previous) == handler(frame.f_code, frame.f_lasti)
-                if previous >= 0 and code[previous] in CHECKING and is_same:
-                    self._arrive(frame)
-                previous = frame.f_lasti
-            elif event == "exception":
-                previous = -1  # an instruction that raises is not followed by a look for signals
-            return trace
-
-        return trace
-
-    def _arrive(self, frame: FrameType) -> None:
+    def _arrive(self, frame: FrameType, traced: _Traced) -> None:
         self.count += 1
         if not self._at:
             self.places.append((frame.f_code, frame.f_lasti))
-        if self.count == self._at:
+        elif self.count == self._at[0]:
+            del self._at[0]
+            self.count, self.interrupts = 0, self.interrupts + 1
+            self._interrupted.append((frame, traced))
+            sys.setprofile(self._go_on)
             raise KeyboardInterrupt
+
+    def _go_on(self, frame: FrameType, event: str, _: Any) -> None:
+        """Trace again, because the interpreter removes a trace function that raises."""
+        sys.setprofile(None)
+        interrupted, traced = self._interrupted.pop()
+        traced.previous = -1
+        interrupted.f_trace = traced
+        sys.settrace(self._begin)
+
+
+class _Traced:
+    """The trace function of a frame; calls ``arrive`` at each place where a signal may arrive."""
+
+    def __init__(self, frame: FrameType, arrive: Callable[[FrameType, _Traced], None]) -> None:
+        self._code, self._arrive = code_of(frame.f_code), arrive
+        self.previous = -1
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        if event == "opcode":
+            before, self.previous = self.previous, frame.f_lasti
+            # The exception of a signal belongs to the instruction that looked for it, and this one to the next.
+            is_same = before >= 0 and handler(frame.f_code, before) == handler(frame.f_code, frame.f_lasti)
+            if is_same and self._code[before] in CHECKING:
+                self._arrive(frame, self)
+        elif event == "exception":
+            self.previous = -1  # an instruction that raises is not followed by a look for signals
+        return self
 
 
 @cache

@@ -6,6 +6,7 @@ import concurrent.futures._base
 import concurrent.futures.thread
 import importlib.util
 import queue
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -243,11 +244,13 @@ class SimpleQueue(_Scheduled):
 
 
 class Thread(threading.Thread):
+    # is_forgotten: whether Python counts it as ended although it may still run.
+
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self._scheduler, self._task = active[-1], None
         self._scheduler.objects.append(self)
         self._number = len(self._scheduler.objects)
-        self._returns_at_once = False
+        self.is_forgotten = False
         super().__init__(*arguments, **options)
         self.daemon = True  # a program that is given up must not keep the interpreter from ending
 
@@ -266,23 +269,25 @@ class Thread(threading.Thread):
         if self._task is None:
             return False
         self._scheduler.step(f"is {self._task.name} alive")
-        return not self._task.is_done
+        return not self._task.is_done and not self.is_forgotten
 
     def join(self, timeout: float | None = None) -> None:
         if self._task is None:
             raise RuntimeError("cannot join thread before it is started")
         if threading.current_thread() is self:
             raise RuntimeError("cannot join current thread")
-        if self._returns_at_once or not self._scheduler.controls_this_thread():
+        if self.is_forgotten or not self._scheduler.controls_this_thread():
             return
         try:
-            self._scheduler.step(
+            outcome = self._scheduler.step(
                 f"join {self._task.name}", lambda: self._task.is_done, timed=timeout is not None, call=True
             )
         except KeyboardInterrupt:
-            # Not modelled: before Python 3.13 the next join returns although the thread still runs.
-            self._returns_at_once = False
+            # Before Python 3.13, the thread then counts as ended, and the next join returns although it still runs.
+            self.is_forgotten = sys.version_info < (3, 13)
             raise
+        if outcome == INTERRUPT_AFTER:
+            raise KeyboardInterrupt
 
     def real_join(self, timeout: float) -> None:
         if self.ident is not None:

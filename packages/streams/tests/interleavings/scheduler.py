@@ -42,6 +42,7 @@ class Operation(NamedTuple):
         timed: whether the thread stops waiting after some time.
         fails: whether a failure can be injected here.
         call: whether it is a call, after which the interpreter may raise KeyboardInterrupt; a ``with lock`` is not.
+        pause: whether other threads may go on without a preemption, as if the thread waited.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Operation(NamedTuple):
     timed: bool = False
     fails: bool = False
     call: bool = False
+    pause: bool = False
 
 
 def _always() -> bool:
@@ -88,7 +90,7 @@ class Scheduler:
     Attributes:
         steps: the number of steps so far.
         events: describes each step; the last ones are in the message of a failure.
-        escaped: exceptions that ended a thread.
+        escaped: exceptions that ended a thread, or were reported.
         objects: the locks, queues and so on of the program.
     """
 
@@ -115,6 +117,14 @@ class Scheduler:
     def controls_this_thread(self) -> bool:
         return not self.is_over and self.current.ident == _thread.get_ident()
 
+    def inject_nothing(self) -> None:
+        """Inject no failures or interrupts in the rest of the program."""
+        self._injects = frozenset()
+
+    def report(self, error: BaseException) -> None:
+        """Let the program fail with ``error``, even if the code under test catches it."""
+        self.escaped.append(error)
+
     def interrupt_main(self) -> None:
         """Raise KeyboardInterrupt in the main thread when it goes on, as a signal does."""
         self._signal = True
@@ -127,6 +137,7 @@ class Scheduler:
         timed: bool = False,
         fails: bool = False,
         call: bool = False,
+        pause: bool = False,
     ) -> str:
         """Let the chooser decide who goes on; return when it is this thread, and the operation is ready.
 
@@ -142,7 +153,7 @@ class Scheduler:
                 raise DeadlockError(f"{name} would wait forever after the end of the program")
             return GO if ready() else TIMEOUT
         me = self.current
-        me.pending = Operation(name, ready, timed, fails, call)
+        me.pending = Operation(name, ready, timed, fails, call, pause)
         if self._switched(me):
             me.stop()
         return self._resumed(me)
@@ -191,7 +202,7 @@ class Scheduler:
         pending = [(task, task.pending) for task in self.tasks if task.pending is not None]
         pending.sort(key=lambda pair: pair[0] is not me)
         able = [(task, operation) for task, operation in pending if operation.ready() or self._is_signalled(task)]
-        mine = any(task is me for task, _ in able)
+        mine = any(task is me and not operation.pause for task, operation in able)
         found = [
             Option(int(mine and task is not me), self._default(task), 0, task.number, each.name) for task, each in able
         ]

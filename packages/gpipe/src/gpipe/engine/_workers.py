@@ -90,8 +90,12 @@ class Workers:
             try:
                 stop()
             finally:
-                stop()  # again after an interrupt, because workers that wait for each other would never end
-                scope.close()
+                # Again after an interrupt, because workers that wait for each other would never end. The workers are
+                # ended even after an interrupt here, because they must not compute while the next run does.
+                try:
+                    stop()
+                finally:
+                    scope.close()
             raise
         self._scope = scope
         return results

@@ -105,9 +105,7 @@ class Forward:
         """End the forward where it has stopped. Afterwards, nothing refers to its thread."""
         if self._is_on and not self._is_over:
             self._is_abandoned = True
-            self._go.release()
-            self._stopped.acquire()
-            while not self._is_over:  # the model caught the exception and continued
+            while not self._is_over:  # again if the model catches the exception and continues
                 self._go.release()
                 self._stopped.acquire()
         self._forget()

@@ -135,9 +135,18 @@ class ModelRun(StageRuns):
             if not self.replays:
                 self._known.setdefault(self.kind, Facts((), frozenset(), frozenset(), changes_inputs=False))
         finally:
-            for forward in self.forwards.values():
-                forward.abandon()
-            self.forwards.clear()
+            try:
+                self._abandon()
+            except BaseException:
+                # After an interrupt, end all forwards before raising it: their threads would wait forever.
+                self._abandon()
+                raise
+
+    def _abandon(self) -> None:
+        while self.forwards:
+            microbatch, forward = next(iter(self.forwards.items()))
+            forward.abandon()
+            del self.forwards[microbatch]
 
     def forward(self, microbatch: int, inputs: Activation) -> Forward:
         """Return the forward of a micro-batch, which is created in the turn of the first stage."""

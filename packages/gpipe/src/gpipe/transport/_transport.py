@@ -88,7 +88,6 @@ class Link(Generic[Payload]):
             if i != _POISON:
                 arrived[i] = parcel
             elif self._is_cancelled():
-                self.cancel()  # for later readers
                 raise Cancelled
         # Dropped here, so that a payload is freed with the cell that reads it.
         payload: Payload = arrived.pop(microbatch)
