@@ -45,6 +45,7 @@ from ..skip import verify_skippables
 from ..transport._copy import CopyStreams
 from ..values._leaves import as_value
 from ._agreement import METHOD, agreement, checksums, described
+from ._deferred_signals import allow_signals, defer_signals
 from ._digests import Digests
 from ._far_loss import FarLoss
 from ._groups import Group, Groups, end_collectives, open_groups
@@ -109,6 +110,7 @@ class Rank(Stepping):
 
     _ANEW = "; make a new Rank of a model that has the layers"
 
+    @defer_signals()
     def __init__(
         self,
         module: nn.Module,
@@ -136,7 +138,7 @@ class Rank(Stepping):
         self._group = group
         rendezvous, self._replicas = Rendezvous(groups), Replicas(replicas, groups.timeout)
         with agreement(self._replicas.meeting) as shared:
-            with agreement(rendezvous) as found:
+            with agreement(rendezvous) as found, allow_signals():
                 self.chunks = chunks
                 self._deferred = checked_flag("deferred_batch_norm", deferred_batch_norm)
                 self.__dict__.update(_least_rows=2 if self._deferred else 1, _offload=checked_offload(offload))
@@ -147,7 +149,7 @@ class Rank(Stepping):
                 self._checkpoint = expect_fitting(checked_modes(checkpoint), len(self._balance))
                 self._ranks = _checked_ranks(ranks, len(self._balance), len(groups.members))
                 found.alike = self._made_alike(module, transport)
-            with agreement(rendezvous) as placed:
+            with agreement(rendezvous) as placed, allow_signals():
                 norm_chunks = self._chunks if self._deferred else 0
                 self._share_by_all(every)
                 share = own_share(
@@ -264,6 +266,7 @@ class Rank(Stepping):
         """The schedule of the last :meth:`step`, the same on all ranks; see :attr:`gpipe.GPipe.last_schedule`."""
         return self._last
 
+    @defer_signals()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the output in the pipeline, without gradients.
 
@@ -278,7 +281,7 @@ class Rank(Stepping):
             TypeError, ValueError: the input is missing on a rank that needs it, or cannot be split into micro-batches.
         """
         refuse_transforms()
-        with self._opening("forward") as found:
+        with self._opening("forward") as found, allow_signals():
             if self._pipeline.begins:
                 found.batches, _ = self._cut(checked(as_value(args, kwargs), self.in_spec))
             if args or kwargs:
@@ -290,6 +293,7 @@ class Rank(Stepping):
                 outputs = compute_outputs(self._pipeline, spec, found.batches, Versions())
         return self._gathered(outputs, found.batches) if self._pipeline.ends else None
 
+    @defer_signals()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the gradients of all stages by their total norm, as ``torch.nn.utils.clip_grad_norm_`` does.
 
@@ -342,8 +346,9 @@ class Rank(Stepping):
         Ranks without the first stage have only row counts as micro-batches. Ranks without the last stage have a
         :class:`FarLoss`.
         """
+        scope.enter_context(defer_signals())  # until the end of the call
         with self._replicas.hearing(self._end_collectives) if call.trains else nullcontext():
-            with self._opening(call.method, schedule) as found:
+            with self._opening(call.method, schedule) as found, allow_signals():
                 self._expect_fit(call)
                 asked = self._asked(call, schedule, found)
                 found.rows = Digests({"input": call.input, **call.arguments, "target": call.target})
@@ -508,6 +513,7 @@ def _guarded(share: Share) -> list[RemovableHandle]:
     ]
 
 
+@defer_signals()
 def announce(rank: Rank, method: str, check: Callable[[Sequence[int]], None] = lambda members: None) -> None:
     """Begin a ``method`` that all ranks and replicas call together. ValueError on all if one calls another one.
 
@@ -517,13 +523,14 @@ def announce(rank: Rank, method: str, check: Callable[[Sequence[int]], None] = l
     if not rank._processes.is_open:  # a checkpoint may still be saved, without these connections
         check(rank._members)
         return
-    with rank._processes.opening() as found:
+    with rank._processes.opening() as found, allow_signals():
         found.alike = {METHOD: method}
         check(rank._members)
     rank._processes.closing({})
     rank._replicas.announce(method)
 
 
+@defer_signals()
 def shared_by_first(rank: Rank, method: str, read: Callable[[], Any]) -> Any:
     """Call ``read`` on the rank of the first stage, and return its result on all ranks, which call this together.
 
@@ -532,7 +539,7 @@ def shared_by_first(rank: Rank, method: str, read: Callable[[], Any]) -> Any:
     processes, readers = rank._processes, rank._readers()
     first, me = processes.ranks[0], processes.me
     value: Any = None
-    with processes.opening() as found:
+    with processes.opening() as found, allow_signals():
         found.alike = {METHOD: method}
         if me == first:
             value = read()
@@ -544,9 +551,10 @@ def shared_by_first(rank: Rank, method: str, read: Callable[[], Any]) -> Any:
     return processes.spread(None, readers) if me in readers else empty
 
 
+@defer_signals()
 def gradient_norm(rank: Rank, method: str) -> Tensor:
     """Return the 2-norm of the gradients of all ranks, which call this in the same ``method``."""
-    with rank._processes.opening() as found:
+    with rank._processes.opening() as found, allow_signals():
         found.alike = {METHOD: method}
     others = rank._processes.tied.of_others()
     own = [p.grad for p in rank.parameters() if p.grad is not None and p not in others]
