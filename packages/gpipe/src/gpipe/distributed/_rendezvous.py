@@ -89,7 +89,7 @@ class Rendezvous:
     def leave_interrupted(self, error: BaseException) -> None:
         """Leave because ``error`` was raised in the middle of an exchange, so that its outcome is unknown."""
         self.leave(
-            f"rank {self.groups.members[self.groups.me]} was interrupted while it exchanged messages with other "
+            f"rank {self.groups.members[self.groups.me]} failed while it exchanged messages with other "
             f"ranks, which may have finished the call or not: {text_of(error)}; {_RESTART}"
         )
 
