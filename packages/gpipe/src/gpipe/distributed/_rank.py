@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, NoReturn
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -47,6 +49,7 @@ from ..values._leaves import as_value
 from ._agreement import METHOD, agreement, checksums, described
 from ._deferred_signals import allow_signals, defer_signals
 from ._digests import Digests
+from ._errors import LostRankError
 from ._far_loss import FarLoss
 from ._groups import Group, Groups, end_collectives, open_groups
 from ._norm import clip, norm_over
@@ -134,9 +137,10 @@ class Rank(Stepping):
     ) -> None:
         super().__init__()
         self.in_spec, self.out_spec = in_spec, out_spec
-        groups = open_groups(group, _seconds(timeout))
+        groups = open_groups(group, _seconds(timeout), _announce_new)
         self._group = group
-        rendezvous, self._replicas = Rendezvous(groups), Replicas(replicas, groups.timeout)
+        self._replicas = Replicas(replicas, groups.timeout, _announce_new_replica)
+        rendezvous = Rendezvous(groups)
         with agreement(self._replicas.meeting) as shared:
             with agreement(rendezvous) as found, allow_signals():
                 self.chunks = chunks
@@ -169,6 +173,7 @@ class Rank(Stepping):
         self._averages = True
         self.__dict__["_sums"] = SeenSums()
         self._parallel: set[dist.ProcessGroup] = set()
+        _created[next(_numbers)] = self
 
     def _divide(
         self,
@@ -528,6 +533,34 @@ def announce(rank: Rank, method: str, check: Callable[[Sequence[int]], None] = l
         check(rank._members)
     rank._processes.closing({})
     rank._replicas.announce(method)
+
+
+def _announce_new(members: Sequence[int]) -> None:
+    """Announce to the last rank of the same ``members`` that this one creates a new one. ValueError if it is in a call.
+
+    A member that is only late creates its new rank later, and then announces it, too.
+    """
+    for rank in _latest(lambda rank: rank._members == tuple(members)):
+        with suppress(LostRankError):  # it was closed on another member
+            with rank._processes.opening() as found:
+                found.alike = {METHOD: "Rank"}
+            rank._processes.closing({})
+
+
+def _announce_new_replica(members: Sequence[int]) -> None:
+    """Announce a new rank to the replicas of the last one; see :func:`_announce_new`."""
+    for rank in _latest(lambda rank: rank._replicas.meeting.groups.members == tuple(members)):
+        with suppress(LostRankError):
+            rank._replicas.announce("Rank")
+
+
+def _latest(fits: Callable[[Rank], bool]) -> list[Rank]:
+    """Return the last rank of this process that is connected and ``fits``, if any."""
+    return [rank for _, rank in sorted(_created.items()) if rank._processes.is_open and fits(rank)][-1:]
+
+
+_numbers = itertools.count()
+_created: WeakValueDictionary[int, Rank] = WeakValueDictionary()
 
 
 @defer_signals()
