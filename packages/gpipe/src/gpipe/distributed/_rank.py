@@ -541,10 +541,11 @@ def _announce_new(members: Sequence[int]) -> None:
     A member that is only late creates its new rank later, and then announces it, too.
     """
     for rank in _latest(lambda rank: rank._members == tuple(members)):
-        with suppress(LostRankError):  # it was closed on another member
+        with suppress(LostRankError):  # it was closed on another member, whose last rank is an earlier one
             with rank._processes.opening() as found:
                 found.alike = {METHOD: "Rank"}
             rank._processes.closing({})
+            return
 
 
 def _announce_new_replica(members: Sequence[int]) -> None:
@@ -552,11 +553,12 @@ def _announce_new_replica(members: Sequence[int]) -> None:
     for rank in _latest(lambda rank: rank._replicas.meeting.groups.members == tuple(members)):
         with suppress(LostRankError):
             rank._replicas.announce("Rank")
+            return
 
 
 def _latest(fits: Callable[[Rank], bool]) -> list[Rank]:
-    """Return the last rank of this process that is connected and ``fits``, if any."""
-    return [rank for _, rank in sorted(_created.items()) if rank._processes.is_open and fits(rank)][-1:]
+    """Return the ranks of this process that are connected and ``fit``, the last one first."""
+    return [rank for _, rank in sorted(_created.items(), reverse=True) if rank._processes.is_open and fits(rank)]
 
 
 _numbers = itertools.count()
