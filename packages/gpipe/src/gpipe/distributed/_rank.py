@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from microbatch import Versions, map_tensors
 
 from .._chooser import choice_of
-from .._torch import READ_BY_DATA_PARALLEL
+from .._torch import READ_BY_DATA_PARALLEL, SET_BY_FSDP
 from ..engine._left_behind import refuse_in_runs
 from ..engine._loss_value import LossValue, own_loss
 from ..engine._losses import Losses
@@ -59,7 +59,7 @@ from ._processes import Opening, Ranks
 from ._rendezvous import Rendezvous
 from ._replicas import Replicas
 from ._sharded import Sharding
-from ._wrapped import Wrapped, expect_unwrapped
+from ._wrapped import Wrapped, expect_plain, expect_unwrapped, managed_by_fsdp
 
 
 class Rank(Stepping):
@@ -143,6 +143,7 @@ class Rank(Stepping):
         rendezvous = Rendezvous(groups)
         with agreement(self._replicas.meeting) as shared:
             with agreement(rendezvous) as found, allow_signals():
+                expect_plain(module)
                 self.chunks = chunks
                 self._deferred = checked_flag("deferred_batch_norm", deferred_batch_norm)
                 self.__dict__.update(_least_rows=2 if self._deferred else 1, _offload=checked_offload(offload))
@@ -493,6 +494,7 @@ def _expect_schedule(schedule: object) -> None:
 
 
 setattr(Rank, READ_BY_DATA_PARALLEL, property(Wrapped))
+setattr(Rank, SET_BY_FSDP, managed_by_fsdp)
 
 _DECIDED = (
     "the rank of the first stage decides whether the loss is computed once. It got a different loss_fn, target or "
