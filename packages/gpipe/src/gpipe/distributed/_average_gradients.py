@@ -9,9 +9,10 @@ from torch import nn
 
 from ._agreement import agreement
 from ._average import average, averaged_over
+from ._calls import announce
 from ._deferred_signals import allow_signals, defer_signals
 from ._groups import Group, expect_group
-from ._rank import Rank, announce
+from ._rank import Rank
 from ._rendezvous import gathering_of
 
 _agreed: WeakKeyDictionary[nn.Module, WeakSet[dist.ProcessGroup]] = WeakKeyDictionary()

@@ -16,10 +16,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ._agreement import agreement
+from ._calls import announce
 from ._deferred_signals import allow_signals, defer_signals
 from ._groups import Group, expect_group
 from ._optimizers import by_name, from_names, options_of, options_of_all, parameters_by_name
-from ._rank import Rank, announce
+from ._rank import Rank
 from ._rendezvous import Rendezvous, gathering_of
 from ._stored import Stored, write
 

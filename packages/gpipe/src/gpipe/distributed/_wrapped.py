@@ -31,7 +31,7 @@ def expect_unwrapped(kind: type) -> None:
 
 def expect_plain(module: nn.Module) -> None:
     """Raise TypeError if ``module`` or a part of it is wrapped in ``FullyShardedDataParallel``."""
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     for name, part in module.named_modules() if kind is not None else ():
         if isinstance(part, kind):
             raise TypeError(
