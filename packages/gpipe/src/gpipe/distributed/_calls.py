@@ -1,4 +1,4 @@
-"""Calls that all ranks of a pipe make together, other than steps. Each is announced, so that mismatches raise errors."""
+"""Calls that all ranks of a pipe make together, other than steps. Each is announced, so that a mismatch is an error."""
 
 from __future__ import annotations
 
