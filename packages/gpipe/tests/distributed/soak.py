@@ -123,7 +123,7 @@ class Attempt:
 def soak(steps: int, seed: int = 0, most: int = 4) -> None:
     rng, began = random.Random(seed), time.monotonic()
     expected, weights = unbroken(steps)
-    sizes, waits, taken = list[int](), list[float](), 0
+    sizes, waits, taken, kills = list[int](), list[float](), 0, 0
     with tempfile.TemporaryDirectory() as folder:
         is_finished = False
         while not is_finished:
@@ -135,16 +135,17 @@ def soak(steps: int, seed: int = 0, most: int = 4) -> None:
                 if is_finished:
                     attempt.expect_finished()
                 else:
-                    waits.append(attempt.expect_named(who))
+                    kills += 1
+                    waits += [attempt.expect_named(who)] * (size > 1)
             sizes.append(size)
             taken += attempt.expect_losses(expected)
-            print(f"{last_checkpoint(folder):>6} steps saved, {size} ranks, {len(waits)} kills", flush=True)
+            print(f"{last_checkpoint(folder):>6} steps saved, {size} ranks, {kills} kills", flush=True)
         end = model()
         load(Path(folder, str(steps)), end)
         for name, value in end.state_dict().items():
             assert torch.equal(value, weights[name]), f"{name} differs from the unbroken run"
     changes = sum(a != b for a, b in pairwise(sizes))
-    print(f"{steps} steps, {taken - steps} repeated; {len(waits)} kills; {changes} changes of the number of ranks")
+    print(f"{steps} steps, {taken - steps} repeated; {kills} kills; {changes} changes of the number of ranks")
     if waits:
         print(f"all others raised an error after {statistics.median(waits):.1f} s, at most {max(waits):.1f} s")
     print(f"losses and weights are bitwise those of an unbroken run; {time.monotonic() - began:.0f} s in all")
