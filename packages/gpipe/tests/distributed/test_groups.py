@@ -165,8 +165,8 @@ def test_who_is_interrupted_in_a_meeting_keeps_nobody_waiting(tmp_path: Path) ->
     """Nor does it read later what was left of that meeting."""
     with world(2) as opened:
         (told, later), interrupted = opened.run(_interrupted, str(tmp_path / "checkpoint"))
-        assert told.startswith("LostRankError: rank 1 has ended")
-        assert later.startswith("LostRankError: rank 1 has ended")
+        assert told.startswith("LostRankError: rank 1 failed while it exchanged messages")
+        assert later.startswith("LostRankError: rank 1 failed while it exchanged messages")
         assert [each.split(":")[0] for each in interrupted] == ["KeyboardInterrupt", "LostRankError"]
 
 
