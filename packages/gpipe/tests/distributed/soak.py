@@ -88,11 +88,13 @@ class Attempt:
         self.opened, self.log = opened, log
         opened.send(train, folder, steps, str(log))
 
-    def kill(self, who: int, seconds: float) -> bool:
-        """Kill a rank some time after the first step. Return False if it has finished before."""
+    def kill(self, who: int, steps: int, seconds: float) -> bool:
+        """Kill a rank after some steps, and some time. Return False if it has finished before."""
         process, end = self.opened.processes[who], time.monotonic() + LIMIT
-        while not (self.log.exists() and self.log.stat().st_size) and not self.opened.connections[who].poll(0.01):
-            assert time.monotonic() < end, "no step was taken"
+        while not (self.log.exists() and self.log.read_text().count("\n") >= steps):
+            if self.opened.connections[who].poll(0.01):
+                return False
+            assert time.monotonic() < end, f"fewer than {steps} steps in {LIMIT:g} s"
         if self.opened.connections[who].poll(seconds):
             return False
         process.kill()
@@ -131,7 +133,7 @@ def soak(steps: int, seed: int = 0, most: int = 4) -> None:
             with world(size, LIMIT) as opened:
                 attempt = Attempt(opened, folder, steps, Path(folder, f"{len(sizes)}.log"))
                 who = rng.randrange(size)
-                is_finished = not attempt.kill(who, rng.uniform(0.0, 2.0))
+                is_finished = not attempt.kill(who, rng.randint(1, 30), rng.uniform(0.0, 0.5))
                 if is_finished:
                     attempt.expect_finished()
                 else:
