@@ -124,6 +124,16 @@ def distributed(session: nox.Session) -> None:
     session.run("pytest", *(session.posargs or whole))
 
 
+@nox.session
+def soak(session: nox.Session) -> None:
+    """Train 2,000 steps on 1 to 4 processes that are killed and restarted; compare with an unbroken run.
+
+    ``-- short`` trains 200 steps in three minutes; other arguments go to the module, as in ``-- --seed 7``.
+    """
+    install_all(session, "all-tests")
+    session.run("python", "-m", "packages.gpipe.tests.distributed.soak", *chosen(session, ["--steps", "200"], []))
+
+
 @nox.session(name="tests-cuda")
 def tests_cuda(session: nox.Session) -> None:
     """Run the tests that need a CUDA device; skipped if there is none."""

@@ -61,6 +61,10 @@ READ_BY_DATA_PARALLEL: Final = "_ddp_params_and_buffers_to_ignore"
 """The attribute of a module that ``DistributedDataParallel`` reads in its constructor, before it broadcasts parameters.
 Without it: wrapping a rank of a pipe would replace the weights of its stages by those of other stages."""
 
+SET_BY_FSDP: Final = "_is_fsdp_managed_module"
+"""The attribute that ``FullyShardedDataParallel`` sets on all modules that it wraps, before it flattens parameters.
+``fully_shard`` sets it after it has sharded them. Without it: wrapping a rank would shard different stages as one."""
+
 
 # Tensor subclasses.
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from gpipe.distributed import Rank, RemoteError, _digests
-from gpipe.distributed._digests import SAMPLE, Digest, Digests, different_rows
+from gpipe.distributed._digests import COUNT, SAMPLE, Digest, Digests, different_rows
 from microbatch import Replicate, Split
 
 from ..layers import Layer
@@ -64,7 +64,7 @@ def test_the_digest_of_other_rows_is_another(shape: list[int], dtype: torch.dtyp
 def test_what_has_no_elements_to_read_is_compared_by_shape() -> None:
     for value in (torch.empty(3, device="meta"), torch.eye(3).to_sparse(), torch.empty(0)):
         assert _digest(value).value is None
-    assert not Digests({"x": None, "y": [1, "two", object()]}).known
+    assert not Digests({"x": None, "y": [object(), [1, 2].append]}).known
 
 
 def test_a_value_that_is_known_later_is_compared_with_all() -> None:
@@ -211,3 +211,60 @@ def _expect_omitted() -> None:
     rank.step(*([] if given else [x]), loss_fn=nn.functional.mse_loss, reduction="mean", **given)
     nn.functional.mse_loss(plain(x), y).backward()
     expect_gradients(rank, plain)
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, options: Any = None) -> Tensor:
+        return self.linear(x) * (1.0 if options is None else options["scale"])
+
+
+VALUES: list[Any] = [True, False, 1, 2, 1.0, -0.5, "mean", "sum", "long " * 50, "long " * 50 + "other", b"x"]
+"""``1`` and ``1.0`` differ, too: layers may compute other dtypes."""
+
+
+@settings(
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    max_examples=max(6, settings().max_examples // 4),
+)
+@given(*[st.sampled_from(VALUES)] * 4, st.sampled_from(["step", "evaluate"]), st.booleans())
+def test_numbers_and_strings_that_differ_are_refused(
+    worlds: Any, one: Any, other: Any, first: Any, second: Any, method: str, omits: bool
+) -> None:
+    """By name, on all ranks, before any gradient. None is not compared."""
+    given = [[one, first], [one if omits else other, second]]
+    differ = [
+        (name, values)
+        for name, values in (("['mode']", (one, given[1][0])), ("['more']['deep']", (first, second)))
+        if repr(values[0]) != repr(values[1]) and not (omits and name == "['more']['deep']")
+    ]
+    for text in worlds(2).run(_pass_values, given, method, omits):
+        assert (text is not None) == bool(differ)
+        if text is not None:
+            assert any(f"options{name} is " in text for name, _ in differ), text
+            assert "on rank 0, but " in text
+            assert text.endswith("is not needed")
+
+
+def _pass_values(given: list[list[Any]], method: str, omits: bool) -> str | None:
+    torch.manual_seed(0)
+    rank = Rank(nn.Sequential(_Scaled(), nn.Linear(6, 6)), [1, 1], chunks=2)
+    mode, more = given[dist.get_rank()]
+    options = {"scale": 2.0, "mode": mode, "more": {"deep": None if omits and dist.get_rank() else more}}
+    x, found = torch.ones(4, 6), None
+    try:
+        getattr(rank, method)(x=x, options=options, loss_fn=Tensor.mean, reduction="mean")
+    except ValueError as error:
+        found = str(error)
+        assert all(p.grad is None for p in rank.parameters())
+    rank.step(x=x, options={"scale": 2.0}, loss_fn=Tensor.mean, reduction="mean")
+    rank.close()
+    return found
+
+
+def test_only_so_many_numbers_are_compared() -> None:
+    """So that lists of numbers, as long as a mini-batch, take no time."""
+    assert len(Digests({"x": [*range(1000)], "y": ["a"]}).known) == COUNT + 1

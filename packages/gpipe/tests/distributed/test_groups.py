@@ -3,6 +3,8 @@
 import gc
 import os
 import signal
+import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpipe.distributed import GradScaler, LostRankError, Rank, load, save
+from gpipe.distributed import GradScaler, LostRankError, Rank, _groups, average_gradients, broadcast_batches, load, save
 from gpipe.distributed._messages import RemoteLink
 
 from ..worlds import world
-from .planted import expect_gradients
+from .planted import expect_gradients, mesh_of_four
 from .test_rendezvous import expect_named
 
 
@@ -163,8 +165,8 @@ def test_who_is_interrupted_in_a_meeting_keeps_nobody_waiting(tmp_path: Path) ->
     """Nor does it read later what was left of that meeting."""
     with world(2) as opened:
         (told, later), interrupted = opened.run(_interrupted, str(tmp_path / "checkpoint"))
-        assert told.startswith("LostRankError: rank 1 has ended")
-        assert later.startswith("LostRankError: rank 1 has ended")
+        assert told.startswith("LostRankError: rank 1 failed while it exchanged messages")
+        assert later.startswith("LostRankError: rank 1 failed while it exchanged messages")
         assert [each.split(":")[0] for each in interrupted] == ["KeyboardInterrupt", "LostRankError"]
 
 
@@ -183,3 +185,84 @@ def _interrupted(path: str) -> list[str]:
 
 def _interrupt(link: RemoteLink) -> None:
     raise KeyboardInterrupt
+
+
+OTHER_CALLS = ["step", "evaluate", "forward", "clip", "save", "load", "average", "read"]
+
+
+@pytest.mark.parametrize("call", OTHER_CALLS)
+def test_a_rank_that_is_created_while_others_call_the_last_one_is_told(worlds: Any, tmp_path: Path, call: str) -> None:
+    """Within seconds, by all; afterwards all can create one, or use the last one."""
+    for who in range(2):
+        for text, seconds in worlds(2).run(_create_instead, str(tmp_path / "run"), call, who):
+            assert "the method that is called is" in text
+            assert "'Rank'" in text
+            assert seconds < 20.0  # the timeout is 30
+
+
+def _create_instead(path: str, call: str, who: int) -> tuple[str, float]:
+    rank, x = Rank(_model(), [2, 1], chunks=2), torch.ones(6, 4)
+    save(path, rank)
+    _expect_right(rank)
+    calls = {
+        "step": partial(rank.step, x, loss_fn=Tensor.mean, reduction="mean"),
+        "evaluate": partial(rank.evaluate, x, loss_fn=Tensor.mean, reduction="mean"),
+        "forward": partial(rank, x),
+        "clip": partial(rank.clip_grad_norm_, 1.0),
+        "save": partial(save, path, rank),
+        "load": partial(load, path, rank),
+        "average": partial(average_gradients, rank),
+        "read": lambda: next(broadcast_batches([x], rank)),
+    }
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="the ranks disagree") as caught:
+        Rank(_model(), [2, 1], chunks=2) if dist.get_rank() == who else calls[call]()
+    seconds = time.monotonic() - began
+    _expect_right(rank)
+    _expect_right(Rank(_model(), [2, 1], chunks=2))
+    if call != "average":  # these ranks are no replicas
+        calls[call]()
+    return str(caught.value), seconds
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_rank_that_is_created_late_is_created_on_all(worlds: Any, closes: bool) -> None:
+    """Also if the last one was closed on one process only."""
+    worlds(2).run(_create_late, closes)
+
+
+def _create_late(closes: bool) -> None:
+    rank = Rank(_model(), [2, 1], chunks=2)
+    _expect_right(rank)
+    count = _groups._count(dist.group.WORLD, 0, 0)
+    dist.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_groups, "_MOMENT", 0.0)
+        if dist.get_rank() == 1:
+            while _groups._count(dist.group.WORLD, 0, 0) == count:
+                threading.Event().wait(0.01)
+            if closes:
+                rank.close()
+        new = Rank(_model(), [2, 1], chunks=2)
+    _expect_right(new)
+    if not closes:
+        _expect_right(rank)
+
+
+def test_replicas_that_are_created_while_others_step_are_told(worlds: Any) -> None:
+    for who in range(2):
+        assert all("'Rank'" in text for text in worlds(4).run(_create_replica_instead, who))
+
+
+def _create_replica_instead(who: int) -> str:
+    mesh = mesh_of_four()
+    options = {"chunks": 2, "group": mesh["stages"], "replicas": mesh["replicas"]}
+    rank, x = Rank(_model(), [2, 1], **options), torch.ones(6, 4)
+    step = partial(rank.step, x, loss_fn=Tensor.mean, reduction="mean")
+    create = partial(Rank, _model(), [2, 1], **options)
+    with pytest.raises(ValueError, match="the ranks disagree") as caught:
+        create() if mesh["replicas"].get_local_rank() == who else step()
+    rank.zero_grad()
+    step()
+    Rank(_model(), [2, 1], **options).step(x, loss_fn=Tensor.mean, reduction="mean")
+    return str(caught.value)

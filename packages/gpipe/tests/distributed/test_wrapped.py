@@ -30,11 +30,16 @@ def test_wrapping_a_rank_is_refused_and_changes_no_weight(worlds: Any) -> None:
 def _expect_refused() -> None:
     from torch.distributed.fsdp import fully_shard
 
+    def wrap_around(rank: nn.Module) -> nn.Module:
+        return _in_fsdp(nn.ModuleDict({"pipe": rank}), use_orig_params=True)
+
+    wraps = [nn.parallel.DistributedDataParallel, _prepared_by_accelerate]
+    wraps += [_in_fsdp, wrap_around, fully_shard]
     x, y = torch.ones(4, 6), torch.zeros(4, 6)
     for make in (network, _model):
         plain = make()
         nn.functional.mse_loss(plain(x), y).backward()
-        for wrap in (nn.parallel.DistributedDataParallel, _prepared_by_accelerate, fully_shard):
+        for wrap in wraps:
             rank = Rank(copy.deepcopy(plain), chunks=2, **({"balance": [4, 4]} if make is network else {}))
             with pytest.raises(TypeError, match=r"(?s)(rank\)|prepare\(rank\)).*is not supported.*replicas=") as caught:
                 wrap(rank)
@@ -46,6 +51,12 @@ def _expect_refused() -> None:
                 for name, parameter in rank.named_parameters():
                     assert torch.equal(parameter, plain.get_parameter(name))
             rank.close()
+
+
+def _in_fsdp(module: nn.Module, **options: Any) -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel(module, device_id=torch.device("cpu"), **options)
 
 
 def _prepared_by_accelerate(rank: nn.Module) -> nn.Module:
@@ -64,3 +75,20 @@ def _expect_refused_around() -> None:
     with pytest.raises((TypeError, RuntimeError), match="DistributedDataParallel"):
         rank.step(torch.ones(4, 6), loss_fn=Tensor.mean, reduction="mean")
     assert isinstance(wrapped.module["pipe"], Rank)
+
+
+def test_a_rank_of_a_model_in_fsdp_is_refused(worlds: Any) -> None:
+    worlds(2).run(_expect_fsdp_refused)
+
+
+def _expect_fsdp_refused() -> None:
+    part = network()
+    part[3] = _in_fsdp(nn.Sequential(nn.Linear(6, 6)))
+    whole = _in_fsdp(_model())
+    for module, name, options in ((part, "'3' is", {"balance": [4, 4]}), (whole, "it is", {})):
+        with pytest.raises(TypeError, match=rf"module: {name} wrapped in Fully.*fully_shard\(partition") as caught:
+            Rank(module, chunks=2, **options)
+        assert "rank.partitions" in str(caught.value)
+    rank = Rank(network(), [4, 4], chunks=2)
+    assert not hasattr(rank, "_is_fsdp_managed_module")
+    rank.step(torch.ones(4, 6), loss_fn=Tensor.mean, reduction="mean")

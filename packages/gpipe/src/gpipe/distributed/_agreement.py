@@ -39,6 +39,8 @@ def agreement(meeting: Rendezvous, method: str = "Rank") -> Iterator[Agreement]:
 
     Ranks that did not fail themselves raise RemoteError. All ranks raise ValueError if values of ``alike`` differ, or
     if another rank is in a different call or part of a call, which ``method`` names.
+    The call is decorated with :func:`defer_signals`, and the block is in :func:`allow_signals`, so that interrupts are
+    raised in such blocks, or after the call.
     """
     found, error = Agreement(), None
     try:

@@ -9,13 +9,16 @@ from torch import nn
 
 from ._agreement import agreement
 from ._average import average, averaged_over
+from ._calls import announce
+from ._deferred_signals import allow_signals, defer_signals
 from ._groups import Group, expect_group
-from ._rank import Rank, announce
+from ._rank import Rank
 from ._rendezvous import gathering_of
 
 _agreed: WeakKeyDictionary[nn.Module, WeakSet[dist.ProcessGroup]] = WeakKeyDictionary()
 
 
+@defer_signals()
 def average_gradients(rank: nn.Module, group: Group | None = None) -> None:
     """Average all gradients over the replicas, in place. Call this after ``step``.
 
@@ -59,7 +62,7 @@ def _expect_replicas(rank: nn.Module, group: dist.ProcessGroup) -> None:
     """Raise ValueError if the members of ``group`` have different parameters. Checked in the first call only."""
     if group in _agreed.setdefault(rank, WeakSet()):
         return
-    with agreement(gathering_of(group), "average_gradients") as found:
+    with agreement(gathering_of(group), "average_gradients") as found, allow_signals():
         trained = {name: parameter for name, parameter in rank.named_parameters() if parameter.requires_grad}
         averaged = {*averaged_over(rank, group)}
         sharded = [name for name, parameter in trained.items() if parameter not in averaged]

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
-from ._rank import Rank, shared_by_first
+from ._calls import shared_by_first
+from ._rank import Rank
 
 
 def broadcast_batches(loader: Iterable[Any] | None, rank: Rank) -> Iterator[Any]:

@@ -16,13 +16,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ._agreement import agreement
+from ._calls import announce
+from ._deferred_signals import allow_signals, defer_signals
 from ._groups import Group, expect_group
 from ._optimizers import by_name, from_names, options_of, options_of_all, parameters_by_name
-from ._rank import Rank, announce
+from ._rank import Rank
 from ._rendezvous import Rendezvous, gathering_of
 from ._stored import Stored, write
 
 
+@defer_signals()
 def save(
     path: str | PathLike[str], rank: nn.Module, optimizer: Optimizer | None = None, *, group: Group | None = None
 ) -> None:
@@ -53,7 +56,7 @@ def save(
     """
     meeting = _met("save", rank, group)
     first = meeting.groups.me == 0
-    with agreement(meeting, "save") as found:
+    with agreement(meeting, "save") as found, allow_signals():
         folder = Folder(path)
         found.alike = {"path": str(folder.path)}
         found.told |= _optimizer_of(rank, optimizer)
@@ -70,11 +73,12 @@ def save(
     _expect_optimizers(found.heard, meeting.groups.members)
     partial = folder.partial(found.heard[0]["partial"])
     write(state, partial, meeting)
-    with agreement(meeting, "save, commit"):
+    with agreement(meeting, "save, commit"), allow_signals():
         if first:
             folder.commit(partial)
 
 
+@defer_signals()
 def load(
     path: str | PathLike[str], rank: nn.Module, optimizer: Optimizer | None = None, *, group: Group | None = None
 ) -> None:
@@ -100,20 +104,20 @@ def load(
         RemoteError: another process has failed.
     """
     meeting = _met("load", rank, group)
-    with agreement(meeting, "load") as found:
+    with agreement(meeting, "load") as found, allow_signals():
         folder = Folder(path)
         found.alike = {"path": str(folder.path)}
         stored = Stored(folder.whole)
         own = rank.state_dict()
         found.told = {"names": [*own], **_optimizer_of(rank, optimizer)}
     _expect_optimizers(found.heard, meeting.groups.members)
-    with agreement(meeting, "load, read") as read:
+    with agreement(meeting, "load, read") as read, allow_signals():
         stored.expect_model({name for each in found.heard for name in each["names"]}, own)
         state = stored.model(own)
         if optimizer is not None:
             moments = stored.optimizer(parameters_by_name(rank))
             read.told = {"options": options_of(rank, optimizer, moments)}
-    with agreement(meeting, "load, optimizer"):
+    with agreement(meeting, "load, optimizer"), allow_signals():
         if optimizer is not None:
             told = zip(meeting.groups.members, read.heard, strict=True)
             having = {member: each["options"] for member, each in told if "options" in each}

@@ -1,13 +1,14 @@
 """Digests of the mini-batch that each rank was given, so that ranks with different rows raise an error.
 
 The inputs are read on the rank of the first stage, and the target on the rank of the last one. If each rank has its own
-``DistributedSampler``, inputs of one mini-batch would be trained on targets of another. A digest of a tensor on the CPU
-is known at once, and compared before the run. A digest of a tensor on an accelerator is computed there, and compared at
-the end of the run, so that the host does not wait.
+``DistributedSampler``, inputs of one mini-batch would be trained on targets of another. Numbers, strings, and the
+digest of a tensor on the CPU are known at once, and compared before the run. A digest of a tensor on an accelerator is
+computed there, and compared at the end of the run, so that the host does not wait.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
@@ -22,16 +23,24 @@ SAMPLE: Final = 4096
 """The approximate number of elements that a digest covers. Tensors with up to twice as many are covered in full."""
 
 
+COUNT: Final = 64
+"""The maximum number of numbers and strings per argument that ranks compare."""
+
+_PLAIN = (bool, int, float, complex, str, bytes)
+
+
 class Digest(NamedTuple):
-    """The properties of a tensor that ranks compare.
+    """The properties of a tensor, number or string that ranks compare.
 
     Attributes:
-        value: a hash of the elements; None if it is not known, or not known yet.
+        shape: None for a number or string.
+        dtype: the name of the type of a number or string.
+        value: a hash of the elements, or a text with the value; None if it is not known, or not known yet.
     """
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] | None
     dtype: str
-    value: int | None
+    value: int | str | None
 
     def differs(self, other: Digest) -> bool:
         are_known = self.value is not None and other.value is not None
@@ -39,13 +48,15 @@ class Digest(NamedTuple):
 
 
 class Digests:
-    """The digests of all tensors in ``given``.
+    """The digests of all tensors in ``given``, and of the first :data:`COUNT` numbers and strings in each argument.
+
+    Other objects are not compared.
 
     Args:
         given: the arguments of a call, by the names used in error messages.
 
     Attributes:
-        known: the digests by the path of the tensor. Those of tensors on accelerators have no value yet.
+        known: the digests by path. Those of tensors on accelerators have no value yet.
     """
 
     def __init__(self, given: Mapping[str, Any]) -> None:
@@ -54,9 +65,13 @@ class Digests:
         for root, value in given.items():
             value, _ = unwrap(value, root=root)
             leaves, paths = flatten(value)[0], leaf_paths(value, root)
+            count = 0
             for path, leaf in zip(paths, leaves, strict=True):
                 if isinstance(leaf, Tensor):
                     self._add(path, leaf)
+                elif type(leaf) in _PLAIN and count < COUNT:
+                    count += 1
+                    self.known[path] = Digest(None, type(leaf).__name__, _shortened(repr(leaf)))
 
     def _add(self, path: str, tensor: Tensor) -> None:
         value = None
@@ -102,6 +117,11 @@ def _hashed(tensor: Tensor) -> Tensor:
     return (numbers * _weights(len(numbers), numbers.device)).sum()  # overflow wraps around
 
 
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONG else f"{text[:_LONG]}… ({hashlib.sha256(text.encode()).hexdigest()[:12]})"
+
+
+_LONG: Final = 64  # characters
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -116,7 +136,7 @@ _ODD: Final = -7046029254386353131  # 2**64 divided by the golden ratio, as an i
 
 
 def different_rows(told: Iterable[tuple[int, Mapping[str, Digest]]]) -> ValueError | None:
-    """Return the error for a tensor that is not equal on all ranks that have it; None if there is none.
+    """Return the error for a value that is not equal on all ranks that have it; None if there is none.
 
     Args:
         told: ranks and their digests. A rank may occur more than once.
@@ -128,19 +148,30 @@ def different_rows(told: Iterable[tuple[int, Mapping[str, Digest]]]) -> ValueErr
             if other.value is None and not digest.differs(other):
                 first[path] = rank, digest
             if digest.differs(other):
-                return ValueError(
-                    f"the ranks of a pipe got different mini-batches: {path} of rank {other_rank} "
-                    f"{_text(other, digest)} of rank {rank}, so inputs would be trained with the targets of "
-                    f"other rows; {_REMEDY}"
-                )
+                return ValueError(_difference(path, (other_rank, other), (rank, digest)))
     return None
 
 
-def _text(one: Digest, other: Digest) -> str:
-    if one[:2] == other[:2]:
-        return "has other values than that"
-    texts = [f"shape {each.shape} and dtype {each.dtype.removeprefix('torch.')}" for each in (one, other)]
-    return f"has {texts[0]}, but {texts[1]}"
+def _difference(path: str, one: tuple[int, Digest], other: tuple[int, Digest]) -> str:
+    start, (rank, digest), (other_rank, other_digest) = "the ranks of a pipe got different mini-batches", one, other
+    if digest.shape is None or other_digest.shape is None:
+        return (
+            f"{start}: {path} is {_text(digest)} on rank {rank}, but {_text(other_digest)} on rank {other_rank}; pass "
+            "the same numbers and strings on all ranks, or None where an argument is not needed"
+        )
+    has = "has other values than that"
+    if digest[:2] != other_digest[:2]:
+        has = f"has {_text(digest)}, but {_text(other_digest)}"
+    return (
+        f"{start}: {path} of rank {rank} {has} of rank {other_rank}, so inputs would be trained with the targets of "
+        f"other rows; {_REMEDY}"
+    )
+
+
+def _text(digest: Digest) -> str:
+    if digest.shape is None:
+        return str(digest.value)
+    return f"shape {digest.shape} and dtype {digest.dtype.removeprefix('torch.')}"
 
 
 _REMEDY = (

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -24,6 +25,9 @@ _torch: Any = dist
 Group: TypeAlias = "dist.ProcessGroup | DeviceMesh"
 """The ``group`` arguments of callers: a process group, or a one-dimensional mesh."""
 
+Announce: TypeAlias = Callable[[Sequence[int]], None]
+
+_MOMENT, _PAUSE = 2.0, 0.01  # seconds
 _UNKNOWN, _FOR_EVER = timedelta(minutes=30), timedelta(days=365)
 
 _MEETINGS, _UNSENT = 2**18, 2**20
@@ -88,7 +92,7 @@ ALONE = Groups((0,), 0, None, timedelta(), None, set(), itertools.count())
 """The groups of a single process."""
 
 
-def open_groups(group: Group | None, timeout: timedelta | None) -> Groups:
+def open_groups(group: Group | None, timeout: timedelta | None, announce: Announce | None = None) -> Groups:
     """Connect the members of ``group``, which call this together.
 
     ``torch.distributed.new_group`` is unsuitable. It names a group by the number of groups that the process has
@@ -98,6 +102,8 @@ def open_groups(group: Group | None, timeout: timedelta | None) -> Groups:
     Args:
         group: the processes; all by default.
         timeout: how long a member waits for another one; by default the timeout of ``group``.
+        announce: called with the members if one of them has not called this within two seconds. It may be in a call
+            that needs this member, and ``announce`` raises an error on both.
 
     Raises:
         LostRankError: a member has not called this within ``timeout``.
@@ -110,6 +116,12 @@ def open_groups(group: Group | None, timeout: timedelta | None) -> Groups:
     count = _count(group, me, 1)
     store = _torch.PrefixStore(f"{_prefix()}/{count}", group.get_group_store())
     try:
+        if not _arrive(store, len(members)) and announce is not None:
+            announce(members)
+    except BaseException:
+        _count(group, me, -1)  # as on the other members, which have not called this
+        raise
+    try:
         return Groups(members, me, None, timeout, store, set(), itertools.count(_MEETINGS)).again("messages")
     except RuntimeError as error:
         missing = [member for k, member in enumerate(members) if _count(group, k, 0) < count]
@@ -119,6 +131,19 @@ def open_groups(group: Group | None, timeout: timedelta | None) -> Groups:
             f"{named(missing)} ended, or did not reach this call within {timeout.total_seconds():g} s; all processes "
             "of the group must create a Rank, save, load and average gradients together"
         ) from error
+
+
+def _arrive(store: Any, members: int) -> bool:
+    """Wait a moment for all ``members``, and return whether all call this; the same on all that do."""
+    if store.add("present", 1) == members:
+        store.compare_set("arrived", "", "all")
+    end = time.monotonic() + _MOMENT
+    while not store.check(["arrived"]):
+        if time.monotonic() > end:
+            store.compare_set("arrived", "", "not all")
+        else:
+            time.sleep(_PAUSE)
+    return bool(store.get("arrived") == b"all")
 
 
 def _count(group: dist.ProcessGroup, member: int, more: int) -> int:

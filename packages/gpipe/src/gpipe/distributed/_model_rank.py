@@ -29,6 +29,7 @@ from ..schedule import Schedule
 from ..skip import inspect_skip_layout
 from ..values._leaves import as_value
 from ..values._sharing import gathered
+from ._deferred_signals import allow_signals, defer_signals
 from ._digests import Digests
 from ._far_loss import FarLoss
 from ._groups import Groups
@@ -45,10 +46,12 @@ class ModelRank(ModelStepping, Rank, of_models=True):
 
     _common: dict[str, nn.Module]
 
+    @defer_signals()
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         with untouched_on_failure(module):
             super().__init__(module, *args, **kwargs)
 
+    @defer_signals()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the output in the pipeline, without gradients.
 
@@ -62,7 +65,7 @@ class ModelRank(ModelStepping, Rank, of_models=True):
             TypeError, ValueError: the inputs are missing, differ between ranks, or cannot be split into micro-batches.
         """
         refuse_transforms()
-        with self._opening("forward") as found:
+        with self._opening("forward") as found, allow_signals():
             if not args and not kwargs:
                 raise TypeError(_NEEDS_INPUTS)
             inputs = self._checked(as_value(args, kwargs))

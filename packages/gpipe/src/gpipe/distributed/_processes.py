@@ -16,6 +16,7 @@ from ..engine._processes import Processes, RunState
 from ..transport._transport import Channel
 from ..values._describe import Cancelled
 from ._agreement import disagreement
+from ._deferred_signals import allow_signals, hold_signals
 from ._digests import Digest, Digests, different_rows
 from ._errors import RemoteError, UnreachableError, text_of
 from ._far_loss import FarLoss, verdict_of
@@ -126,6 +127,9 @@ class Ranks(Processes):
         with self._reaching():
             self.tied.spread_values()
 
+    def interruptible(self) -> allow_signals:
+        return allow_signals()
+
     def channel(self, number: int, run: RunState) -> Channel | None:
         link = self._links.get(number)
         return None if link is None else RemoteChannel(link, run)
@@ -145,6 +149,21 @@ class Ranks(Processes):
             with self._rendezvous.reaching():
                 yield
         except BaseException:
+            self.leave()
+            raise
+
+    @contextmanager
+    def _uninterrupted(self) -> Iterator[None]:
+        """Send or receive messages of a call. After an interrupt, no other call can start.
+
+        Signals are deferred, so this is a second signal, or an error that another thread has raised in this one.
+        """
+        try:
+            yield
+        except UnreachableError:
+            raise
+        except BaseException as error:
+            self._rendezvous.leave_interrupted(error)
             self.leave()
             raise
 
@@ -213,7 +232,8 @@ class Ranks(Processes):
         rows = [Rows(tuple(batch.rows)) for batch in found.batches]
         try:
             own = found.alike, rows, found.whole, found.rows.known
-            told = self._rendezvous.announced(None if errors else (*own, next_seed()))
+            with self._uninterrupted():
+                told = self._rendezvous.announced(None if errors else (*own, next_seed()))
         except UnreachableError as lost:
             errors = [lost]
         if told is not None:
@@ -267,7 +287,7 @@ class Ranks(Processes):
         if errors and not lost:
             self._poison(run)
             for link in self._links.values():  # receive all messages, so that no sender waits for this rank
-                with suppress(UnreachableError):  # the synchronization below identifies lost ranks
+                with suppress(UnreachableError), self._uninterrupted():  # the synchronization below finds lost ranks
                     link.drain(expected=True)
         reports = self._meet(report, *lost)
         has_failed = any("failed" in each for each in reports)
@@ -294,7 +314,7 @@ class Ranks(Processes):
 
     def _poison(self, run: RunState | None) -> None:
         for link in self._links.values():
-            with suppress(UnreachableError):  # the remaining links must still be notified
+            with suppress(UnreachableError), self._uninterrupted():  # the remaining links must still be notified
                 link.poison(_earliest(run))
 
     def _learn(self, run: RunState, reports: Sequence[Report]) -> None:
@@ -347,12 +367,14 @@ class RemoteChannel(Channel):
         loss, failures, observer = run.loss, run.failures, run.observer
 
         def put(microbatch: int, payload: Any) -> None:
-            link.put(microbatch, payload, flag=loss is not None and loss.scales)
+            with hold_signals():
+                link.put(microbatch, payload, flag=loss is not None and loss.scales)
 
         def get(microbatch: int) -> Any:
             while microbatch not in arrived:
                 try:
-                    i, counts, arrived[i] = link.get()
+                    with hold_signals():
+                        i, counts, arrived[i] = link.get()
                 except Cancelled:
                     failures.hear(link.poisoned)
                     raise

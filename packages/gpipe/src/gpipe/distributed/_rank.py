@@ -4,61 +4,53 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from microbatch import Versions, map_tensors
+from microbatch import Versions
 
-from .._chooser import choice_of
-from .._torch import READ_BY_DATA_PARALLEL
+from .._torch import READ_BY_DATA_PARALLEL, SET_BY_FSDP
 from ..engine._left_behind import refuse_in_runs
-from ..engine._loss_value import LossValue, own_loss
-from ..engine._losses import Losses
-from ..engine._mini_batch import compute_outputs, train
+from ..engine._mini_batch import compute_outputs
 from ..engine._offloaded import Offload
 from ..engine._pipeline import Pipeline
-from ..engine._settings import settings
 from ..engine._workers import Workers
 from ..module._arguments import Device, checked_flag, checked_offload, whole
 from ..module._cut import checked
 from ..module._devices import expect_same_device
 from ..module._frequencies import expect_sums
 from ..module._init import initializer_of, take_off_hooks
-from ..module._keywords import Call, called_with, given_to
 from ..module._modes import Modes, checked_modes, expect_fitting, laid_out
 from ..module._partition import BalanceError, checked_balance, expect_sequential, partitions_of, recommend_auto_balance
-from ..module._rule import Rule, SeenSums, is_left_open, named_for
-from ..module._step import Asked, Prepared, Stepping
-from ..module._torch_losses import is_of_torch
-from ..module._training import Unlike
+from ..module._rule import SeenSums
 from ..module._transforms import refuse_transforms
-from ..schedule import SCHEDULES, SPLITTING, Choice, Schedule
-from ..schedule._named import expect_schedule
+from ..schedule import Choice
 from ..skip import verify_skippables
 from ..transport._copy import CopyStreams
 from ..values._leaves import as_value
-from ._agreement import METHOD, agreement, checksums, described
+from ._agreement import agreement, checksums, described
+from ._calls import announce_new, announce_new_replica, gradient_norm, register
+from ._deferred_signals import allow_signals, defer_signals
 from ._digests import Digests
-from ._far_loss import FarLoss
-from ._groups import Group, Groups, end_collectives, open_groups
-from ._norm import clip, norm_over
+from ._groups import Group, Groups, open_groups
+from ._norm import clip
 from ._own import Share, own_share
-from ._parallel import expect_parallel, sharded_over, synced_layers, synced_over
-from ._processes import Opening, Ranks
+from ._parallel import synced_layers
+from ._processes import Ranks
 from ._rendezvous import Rendezvous
 from ._replicas import Replicas
 from ._sharded import Sharding
-from ._wrapped import Wrapped, expect_unwrapped
+from ._steps import RankStepping
+from ._wrapped import Wrapped, expect_plain, expect_unwrapped, managed_by_fsdp
 
 
-class Rank(Stepping):
+class Rank(RankStepping):
     """One process's part of a pipe: the layers of its stages, under the model's names.
 
     Every process of a group creates a ``Rank`` of the same model with the same arguments, and calls the same methods in
@@ -109,6 +101,7 @@ class Rank(Stepping):
 
     _ANEW = "; make a new Rank of a model that has the layers"
 
+    @defer_signals()
     def __init__(
         self,
         module: nn.Module,
@@ -132,11 +125,13 @@ class Rank(Stepping):
     ) -> None:
         super().__init__()
         self.in_spec, self.out_spec = in_spec, out_spec
-        groups = open_groups(group, _seconds(timeout))
+        groups = open_groups(group, _seconds(timeout), announce_new)
         self._group = group
-        rendezvous, self._replicas = Rendezvous(groups), Replicas(replicas, groups.timeout)
+        self._replicas = Replicas(replicas, groups.timeout, announce_new_replica)
+        rendezvous = Rendezvous(groups)
         with agreement(self._replicas.meeting) as shared:
-            with agreement(rendezvous) as found:
+            with agreement(rendezvous) as found, allow_signals():
+                expect_plain(module)
                 self.chunks = chunks
                 self._deferred = checked_flag("deferred_batch_norm", deferred_batch_norm)
                 self.__dict__.update(_least_rows=2 if self._deferred else 1, _offload=checked_offload(offload))
@@ -147,7 +142,7 @@ class Rank(Stepping):
                 self._checkpoint = expect_fitting(checked_modes(checkpoint), len(self._balance))
                 self._ranks = _checked_ranks(ranks, len(self._balance), len(groups.members))
                 found.alike = self._made_alike(module, transport)
-            with agreement(rendezvous) as placed:
+            with agreement(rendezvous) as placed, allow_signals():
                 norm_chunks = self._chunks if self._deferred else 0
                 self._share_by_all(every)
                 share = own_share(
@@ -167,6 +162,7 @@ class Rank(Stepping):
         self._averages = True
         self.__dict__["_sums"] = SeenSums()
         self._parallel: set[dist.ProcessGroup] = set()
+        register(self)
 
     def _divide(
         self,
@@ -264,6 +260,7 @@ class Rank(Stepping):
         """The schedule of the last :meth:`step`, the same on all ranks; see :attr:`gpipe.GPipe.last_schedule`."""
         return self._last
 
+    @defer_signals()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the output in the pipeline, without gradients.
 
@@ -278,7 +275,7 @@ class Rank(Stepping):
             TypeError, ValueError: the input is missing on a rank that needs it, or cannot be split into micro-batches.
         """
         refuse_transforms()
-        with self._opening("forward") as found:
+        with self._opening("forward") as found, allow_signals():
             if self._pipeline.begins:
                 found.batches, _ = self._cut(checked(as_value(args, kwargs), self.in_spec))
             if args or kwargs:
@@ -290,6 +287,7 @@ class Rank(Stepping):
                 outputs = compute_outputs(self._pipeline, spec, found.batches, Versions())
         return self._gathered(outputs, found.batches) if self._pipeline.ends else None
 
+    @defer_signals()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the gradients of all stages by their total norm, as ``torch.nn.utils.clip_grad_norm_`` does.
 
@@ -336,159 +334,9 @@ class Rank(Stepping):
     def extra_repr(self) -> str:
         return f"stages={self.stages} of {len(self._balance)}, chunks={self._chunks}, checkpoint={self._checkpoint!r}"
 
-    def _prepared(self, call: Call, schedule: Schedule | str | None, scope: ExitStack) -> Prepared:
-        """Prepare a step or an evaluation.
-
-        Ranks without the first stage have only row counts as micro-batches. Ranks without the last stage have a
-        :class:`FarLoss`.
-        """
-        with self._replicas.hearing(self._end_collectives) if call.trains else nullcontext():
-            with self._opening(call.method, schedule) as found:
-                self._expect_fit(call)
-                asked = self._asked(call, schedule, found)
-                found.rows = Digests({"input": call.input, **call.arguments, "target": call.target})
-            asked = asked._replace(batches=asked.batches or found.batches)
-            if call.trains:
-                self._last = self._choice(schedule, whole=found.whole)
-            losses: Losses = self._far_loss(asked, whole=found.whole)
-            if self._pipeline.ends:
-                try:
-                    losses = self._losses(asked, scope, whole=found.whole)
-                except Exception as error:
-                    self._processes.call_off([error])
-        return Prepared(asked.batches, self._size(len(asked.batches), trains=call.trains), losses, found.seed)
-
-    def _asked(self, call: Call, schedule: Schedule | str | None, found: Opening) -> Asked:
-        """Check a call. On the rank of the first stage, split its inputs into the micro-batches of ``found``."""
-        if not self._pipeline.begins:
-            return Asked(call, schedule, given_to(call), [])
-        asked = self._cut_for_loss(Asked(call, schedule, called_with(self._end(0), call), []))
-        found.batches = asked.batches
-        found.whole = self._is_whole(asked, self._size(len(found.batches), trains=call.trains))
-        return asked
-
-    def _far_loss(self, asked: Asked, *, whole: bool) -> FarLoss:
-        return FarLoss(is_whole=whole)
-
-    def _rule(self, asked: Asked) -> Rule | None:
-        found, call = super()._rule(asked), asked.call
-        if found is None and call.target is None and not self._pipeline.ends and is_of_torch(call.loss_fn):
-            return Rule(own_loss, None)  # only the rank of the last stage has the target
-        return found
-
-    def _unlike(self, asked: Asked) -> Unlike:
-        error, loss_fn = super()._unlike(asked), asked.call.loss_fn
-        is_decided = loss_fn is None or loss_fn in self._sums or not is_left_open(asked.schedule)
-
-        def unlike(value: LossValue) -> ValueError:
-            return error(value) if is_decided or value.count is not None else ValueError(_DECIDED)
-
-        return unlike
-
-    def _end_collectives(self) -> None:
-        """Close the connections that layers use for collectives, so that no process waits in one for this process.
-
-        If there are any, no further step can start.
-        """
-        shared = [group for group in self._parallel if group.size() > 1]
-        for group in shared:
-            end_collectives(group)
-        if shared:
-            self._processes.leave()
-
-    def _updates_by(self, optimizer: Any) -> NoReturn:
-        raise ValueError(
-            "optimizer= is for a GPipe in one process; gradients that ranks and replicas share are complete only at "
-            "the end of a step: call optimizer.step() after step()"
-        )
-
-    def _train(self, prepared: Prepared, schedule: Schedule | str | None) -> None:
-        assert self._last is not None
-        own = schedule if isinstance(schedule, Schedule) else self._last
-        batches, size, losses, seed, _ = prepared
-        with self._replicas.hearing(self._end_collectives), self._sharding.reduced_once(losses):
-            train(self._pipeline, self._pipeline.spec(size, own, losses, seed=seed), batches)
-        if self._averages:
-            self._replicas.average(self)
-        else:
-            self._replicas.skip_average()
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients in steps without averaging them over the replicas.
-
-        The first step outside this context averages all accumulated gradients, as with
-        ``DistributedDataParallel.no_sync``. All replicas use it in the same steps. Parameters that ``fully_shard`` has
-        sharded are not affected; see ``set_requires_gradient_sync``.
-
-        >>> with rank.no_sync():  # doctest: +SKIP
-        ...     rank.step(x1, y1, loss_fn=loss_fn)
-        >>> rank.step(x2, y2, loss_fn=loss_fn)  # doctest: +SKIP
-        """
-        before, self._averages = self._averages, False
-        try:
-            yield
-        finally:
-            self._averages = before
-
-    def _readers(self) -> set[int]:
-        """Return the ranks that need the tensors of mini-batches, as indices in the group."""
-        return {self._ranks[0], self._ranks[-1]}
-
-    @contextmanager
-    def _opening(self, method: str, schedule: Schedule | str | None = None) -> Iterator[Opening]:
-        """Check the arguments of a call on each rank. The block creates the micro-batches on the first stage's rank.
-
-        After the block, all ranks have the micro-batches' row counts.
-        """
-        with self._processes.opening() as found:
-            self._expect_layers()
-            found.alike = self._called_alike(method, schedule)
-            parallel = synced_over(self._synced) | sharded_over(self)
-            self._parallel = set().union(*parallel.values())
-            if method == "step":
-                self._replicas.meeting.expect_open()
-            if schedule is not None:
-                _expect_schedule(schedule)
-            self._sharding.expect_whole()
-            expect_parallel(parallel, self._members)
-            yield found
-
-    def _choice(self, schedule: Schedule | str | None, *, whole: bool) -> Choice:
-        """Return the schedule to run for ``schedule``. Nothing is measured, so ``"auto"`` means the default."""
-        if isinstance(schedule, Schedule):
-            return choice_of(schedule)
-        name = named_for(schedule, whole=whole, offloads=bool(self._offload)).lower()
-        # The first trained stage sends no input gradient, so there is nothing to compute before its weight gradients.
-        return Choice("1f1b" if name == "auto" else name, tuple(self._trained[1:]) if name in SPLITTING else ())
-
-    def _called_alike(self, method: str, schedule: Schedule | str | None) -> dict[str, Any]:
-        """Return the values that must be equal on all ranks in a call, keyed by names for error messages."""
-        return {
-            METHOD: method,
-            "schedule": None if schedule is None else str(schedule),
-            "training": self.training,
-            "chunks": self._chunks,
-            "recording": settings().observer is not None,
-        }
-
-
-def _expect_schedule(schedule: object) -> None:
-    if isinstance(schedule, str) and schedule.lower() == "search":
-        raise ValueError(
-            'schedule="search" is for a pipe in one process, because nothing is measured across processes; pass a '
-            "Schedule that gpipe.simulate.search finds, the same on all ranks"
-        )
-    expect_schedule(schedule, (*SCHEDULES, "auto"))
-
 
 setattr(Rank, READ_BY_DATA_PARALLEL, property(Wrapped))
-
-_DECIDED = (
-    "the rank of the first stage decides whether the loss is computed once. It got a different loss_fn, target or "
-    "reduction= than the rank of the last stage, or none, and the rank of the last stage cannot determine how the "
-    "losses of micro-batches add up; pass the same on both ranks"
-)
+setattr(Rank, SET_BY_FSDP, managed_by_fsdp)
 
 
 def _guarded(share: Share) -> list[RemovableHandle]:
@@ -506,51 +354,6 @@ def _guarded(share: Share) -> list[RemovableHandle]:
         for name, parameter in partition.named_parameters()
         if parameter.requires_grad and id(parameter) not in own
     ]
-
-
-def announce(rank: Rank, method: str, check: Callable[[Sequence[int]], None] = lambda members: None) -> None:
-    """Begin a ``method`` that all ranks and replicas call together. ValueError on all if one calls another one.
-
-    Args:
-        check: called with the global ranks of the pipe. If it raises an error on one rank, all ranks raise.
-    """
-    if not rank._processes.is_open:  # a checkpoint may still be saved, without these connections
-        check(rank._members)
-        return
-    with rank._processes.opening() as found:
-        found.alike = {METHOD: method}
-        check(rank._members)
-    rank._processes.closing({})
-    rank._replicas.announce(method)
-
-
-def shared_by_first(rank: Rank, method: str, read: Callable[[], Any]) -> Any:
-    """Call ``read`` on the rank of the first stage, and return its result on all ranks, which call this together.
-
-    Ranks that need the tensors of mini-batches get copies on the CPU. Other ranks get None in place of each tensor.
-    """
-    processes, readers = rank._processes, rank._readers()
-    first, me = processes.ranks[0], processes.me
-    value: Any = None
-    with processes.opening() as found:
-        found.alike = {METHOD: method}
-        if me == first:
-            value = read()
-    empty = processes.closing({"value": map_tensors(lambda tensor: None, value)} if me == first else {})[first]["value"]
-    if me == first:
-        # A pickled view would contain all of its storage, such as the full dataset.
-        processes.spread(map_tensors(lambda tensor: tensor.detach().clone().cpu(), value), readers)
-        return value
-    return processes.spread(None, readers) if me in readers else empty
-
-
-def gradient_norm(rank: Rank, method: str) -> Tensor:
-    """Return the 2-norm of the gradients of all ranks, which call this in the same ``method``."""
-    with rank._processes.opening() as found:
-        found.alike = {METHOD: method}
-    others = rank._processes.tied.of_others()
-    own = [p.grad for p in rank.parameters() if p.grad is not None and p not in others]
-    return norm_over(rank._group, rank._processes.closing, own, rank._devices[0])
 
 
 def _remove(guards: Sequence[RemovableHandle]) -> None:

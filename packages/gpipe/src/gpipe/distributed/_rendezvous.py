@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from ._errors import LostRankError, UnreachableError, is_of_gloo, named
+from ._errors import LostRankError, UnreachableError, is_of_gloo, named, text_of
 from ._groups import ALONE, Group, Groups, expect_group, open_groups
 from ._messages import RemoteLink
 
@@ -21,7 +21,7 @@ Report = dict[str, Any]
 
 _GRACE = timedelta(seconds=5)
 _MOMENT, _SILENCE, _PAUSE = 2.0, 30.0, 0.05  # seconds
-_FAILED = "a step has failed on this rank while others may wait for it; restart all processes from the last checkpoint"
+_RESTART = "restart all processes from the last checkpoint"
 
 
 class Rendezvous:
@@ -83,12 +83,24 @@ class Rendezvous:
             if isinstance(error, UnreachableError) or is_of_gloo(str(error)):
                 self._lost = self._found_lost(error)
                 raise LostRankError(self._lost) from None
-            self.leave()
+            self.leave_interrupted(error)
             raise
 
-    def leave(self, why: str = _FAILED) -> None:
-        """Close all connections. Other members then treat this one as lost."""
-        self._lost = self._lost or why
+    def leave_interrupted(self, error: BaseException) -> None:
+        """Leave because ``error`` was raised in the middle of an exchange, so that its outcome is unknown."""
+        self.leave(
+            f"rank {self.groups.members[self.groups.me]} failed while it exchanged messages with other "
+            f"ranks, which may have finished the call or not: {text_of(error)}; {_RESTART}"
+        )
+
+    def leave(self, why: str | None = None) -> None:
+        """Close all connections. The other members then raise LostRankError with the message ``why``, as this one."""
+        if self._lost is None:
+            me = self.groups.members[self.groups.me]
+            self._lost = why or f"a step has failed on rank {me} while other ranks may wait for it; {_RESTART}"
+            if self.groups.store is not None:
+                with suppress(RuntimeError):  # the process with the store has exited
+                    self.groups.store.compare_set("lost", "", self._lost)
         self.groups.end()
 
     def _found_lost(self, error: BaseException) -> str:
@@ -124,8 +136,8 @@ class Rendezvous:
     def _text(self, members: set[int]) -> str:
         who = named([self.groups.members[k] for k in sorted(members)])
         return (
-            f"{who} ended, or did not answer within {self.groups.timeout.total_seconds():g} s; restart all processes "
-            "from the last checkpoint, and if a rank was only slow, with a timeout that exceeds the time of a step and "
+            f"{who} ended, or did not answer within {self.groups.timeout.total_seconds():g} s; {_RESTART}, "
+            "and if a rank was only slow, with a timeout that exceeds the time of a step and "
             "of the work between two steps"
         )
 

@@ -12,7 +12,7 @@ from torch import nn
 from ._agreement import METHOD, expect_same
 from ._average import average, averaged_over
 from ._errors import LostRankError, RemoteError, is_of_gloo, text_of
-from ._groups import ALONE, Group, expect_group, open_groups
+from ._groups import ALONE, Announce, Group, expect_group, open_groups
 from ._rendezvous import Rendezvous, Report
 
 _GRACE = timedelta(seconds=30)
@@ -27,14 +27,15 @@ class Replicas:
         group: these ranks, one per replica; None if there is only one pipe.
         timeout: how long ranks of one replica wait for each other. Replicas wait longer, because a replica needs up to
             three times as long to identify a lost rank, and may have started later.
+        announce: see :func:`open_groups`.
 
     Attributes:
         meeting: exchanges reports between these ranks.
         group: their process group, if any.
     """
 
-    def __init__(self, group: Group | None, timeout: timedelta) -> None:
-        self.meeting = Rendezvous(ALONE if group is None else open_groups(group, 4 * timeout + _GRACE))
+    def __init__(self, group: Group | None, timeout: timedelta, announce: Announce | None = None) -> None:
+        self.meeting = Rendezvous(ALONE if group is None else open_groups(group, 4 * timeout + _GRACE, announce))
         self.group = None if group is None else expect_group(group)
         self._met = True
         self._may_average = False  # whether the other replicas expect this one to average gradients

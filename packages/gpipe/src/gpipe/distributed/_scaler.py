@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from ._rank import Rank, gradient_norm
+from ._calls import gradient_norm
+from ._rank import Rank
 
 
 class GradScaler(torch.amp.GradScaler):

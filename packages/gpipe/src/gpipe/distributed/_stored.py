@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ._agreement import agreement
+from ._deferred_signals import allow_signals
 from ._rendezvous import Rendezvous
 
 _NOT_SHARED = (
@@ -34,20 +35,20 @@ def write(state: dict[str, Any], folder: Path, meeting: Rendezvous) -> None:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
     planner, writer, me = DefaultSavePlanner(), FileSystemWriter(folder), meeting.groups.me
-    with agreement(meeting, "save, plan") as planned:
+    with agreement(meeting, "save, plan") as planned, allow_signals():
         if not folder.is_dir():  # its name is new, so that no earlier answer of a network file system is cached
             raise FileNotFoundError(_NOT_SHARED.format(folder.parent))
         planner.set_up_planner(state, writer.storage_meta(), me == 0)
         writer.set_up_storage_writer(me == 0)
         planned.told = {"plan": writer.prepare_local_plan(planner.create_local_plan())}
-    with agreement(meeting, "save, division") as divided:
+    with agreement(meeting, "save, division") as divided, allow_signals():
         if me == 0:
             plans, metadata = planner.create_global_plan([each["plan"] for each in planned.heard])
             divided.told = {"plans": writer.prepare_global_plan(plans)}
-    with agreement(meeting, "save, writing") as written:
+    with agreement(meeting, "save, writing") as written, allow_signals():
         own = planner.finish_plan(divided.heard[0]["plans"][me])
         written.told = {"results": writer.write_data(own, planner).wait()}
-    with agreement(meeting, "save, end"):
+    with agreement(meeting, "save, end"), allow_signals():
         if me == 0:
             for results in (each["results"] for each in written.heard):
                 if any(not (folder / each.storage_data.relative_path).is_file() for each in results):

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
+from torch import nn
+
 
 class Wrapped:
     """Raises a TypeError when ``DistributedDataParallel`` reads it, as the set of parameters that it shall ignore."""
@@ -24,7 +26,35 @@ def expect_unwrapped(kind: type) -> None:
     """Raise TypeError if ``kind`` is the class of a rank that ``fully_shard`` is applied to."""
     sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     if sharded is not None and issubclass(kind, sharded):
-        _refuse("fully_shard(rank)", "; its parameters are sharded already, so create a new Rank")
+        _refuse("fully_shard(rank)", _SHARDED)
+
+
+def expect_plain(module: nn.Module) -> None:
+    """Raise TypeError if ``module`` or a part of it is wrapped in ``FullyShardedDataParallel``."""
+    kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    for name, part in module.named_modules() if kind is not None else ():
+        if isinstance(part, kind):
+            raise TypeError(
+                f"module: {repr(name) if name else 'it'} is wrapped in FullyShardedDataParallel, whose flat parameters "
+                "cannot be split into stages; pass the plain model, and call "
+                'fully_shard(partition, mesh=mesh["replicas"]) for each of rank.partitions'
+            )
+
+
+def _managed(rank: Any) -> Any:
+    raise AttributeError
+
+
+def _manage(rank: Any, value: object) -> NoReturn:
+    if any(hasattr(parameter, "device_mesh") for parameter in rank.parameters()):
+        _refuse("fully_shard(rank)", _SHARDED)
+    _refuse("FullyShardedDataParallel(rank)")
+
+
+managed_by_fsdp = property(_managed, _manage)
+"""An attribute that a rank has not, and that raises a TypeError when a wrapper sets it."""
+
+_SHARDED = "; its parameters are sharded already, so create a new Rank"
 
 
 def _refuse(what: str, more: str = "") -> NoReturn:

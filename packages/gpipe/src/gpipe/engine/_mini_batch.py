@@ -38,7 +38,7 @@ def compute_outputs(
     if spec.trains:
         pipeline.trainers.add(current_thread())
     run = Run(pipeline, spec)
-    with pipeline.processes.together(run.state):
+    with pipeline.processes.together(run.state), pipeline.processes.interruptible():
         outputs = run.forward(_entering(pipeline, batches))
     # Layers may have modified micro-batches in place, which share memory with the caller's tensors.
     versions.sync()
@@ -61,7 +61,7 @@ def train(pipeline: Pipeline, spec: RunSpec, batches: Sequence[Batch]) -> None:
     empty = [parameter for parameter in run.parameters if parameter.grad is None]
     adds = False
     try:
-        with pipeline.processes.together(run.state):
+        with pipeline.processes.together(run.state), pipeline.processes.interruptible():
             refuse_data_parallel(run.kept_nodes)
             gradients = run.train(_entering(pipeline, batches))
         whole = pipeline.processes.summed(run.whole())
@@ -86,7 +86,7 @@ def train(pipeline: Pipeline, spec: RunSpec, batches: Sequence[Batch]) -> None:
 def evaluate(pipeline: Pipeline, spec: RunSpec, batches: Sequence[Batch]) -> None:
     """Compute forwards and losses of all micro-batches."""
     run = Run(pipeline, spec)
-    with pipeline.processes.together(run.state):
+    with pipeline.processes.together(run.state), pipeline.processes.interruptible():
         run.evaluate(_entering(pipeline, batches))
 
 

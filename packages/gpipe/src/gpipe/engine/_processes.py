@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,10 @@ class Processes:
 
     def together(self, run: RunState) -> AbstractContextManager[None]:
         """Return the context of a full run; all processes synchronize at its end."""
+        return nullcontext()
+
+    def interruptible(self) -> AbstractContextManager[Any]:
+        """Return the context of the part of a run that an interrupt may end, because the other processes get it."""
         return nullcontext()
 
     def shared(self, module: nn.Module) -> list[Tensor]:

@@ -1,0 +1,102 @@
+"""Calls that all ranks of a pipe make together, other than steps. Each is announced, so that a mismatch is an error."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+from weakref import WeakValueDictionary
+
+from torch import Tensor
+
+from microbatch import map_tensors
+
+from ._agreement import METHOD
+from ._deferred_signals import allow_signals, defer_signals
+from ._errors import LostRankError
+from ._norm import norm_over
+from ._steps import RankStepping
+
+
+@defer_signals()
+def announce(rank: RankStepping, method: str, check: Callable[[Sequence[int]], None] = lambda members: None) -> None:
+    """Begin a ``method`` that all ranks and replicas call together. ValueError on all if one calls another one.
+
+    Args:
+        check: called with the global ranks of the pipe. If it raises an error on one rank, all ranks raise.
+    """
+    if not rank._processes.is_open:  # a checkpoint may still be saved, without these connections
+        check(rank._members)
+        return
+    with rank._processes.opening() as found, allow_signals():
+        found.alike = {METHOD: method}
+        check(rank._members)
+    rank._processes.closing({})
+    rank._replicas.announce(method)
+
+
+def announce_new(members: Sequence[int]) -> None:
+    """Announce to the last rank of the same ``members`` that this one creates a new one. ValueError if it is in a call.
+
+    A member that is only late creates its new rank later, and then announces it, too.
+    """
+    for rank in _latest(lambda rank: rank._members == tuple(members)):
+        with suppress(LostRankError):  # it was closed on another member, whose last rank is an earlier one
+            with rank._processes.opening() as found:
+                found.alike = {METHOD: "Rank"}
+            rank._processes.closing({})
+            return
+
+
+def announce_new_replica(members: Sequence[int]) -> None:
+    """Announce a new rank to the replicas of the last one; see :func:`announce_new`."""
+    for rank in _latest(lambda rank: rank._replicas.meeting.groups.members == tuple(members)):
+        with suppress(LostRankError):
+            rank._replicas.announce("Rank")
+            return
+
+
+def _latest(fits: Callable[[RankStepping], bool]) -> list[RankStepping]:
+    """Return the ranks of this process that are connected and ``fit``, the last one first."""
+    return [rank for _, rank in sorted(_created.items(), reverse=True) if rank._processes.is_open and fits(rank)]
+
+
+def register(rank: RankStepping) -> None:
+    """Remember a new rank, which later ones are announced to."""
+    _created[next(_numbers)] = rank
+
+
+_numbers = itertools.count()
+_created: WeakValueDictionary[int, RankStepping] = WeakValueDictionary()
+
+
+@defer_signals()
+def shared_by_first(rank: RankStepping, method: str, read: Callable[[], Any]) -> Any:
+    """Call ``read`` on the rank of the first stage, and return its result on all ranks, which call this together.
+
+    Ranks that need the tensors of mini-batches get copies on the CPU. Other ranks get None in place of each tensor.
+    """
+    processes, readers = rank._processes, rank._readers()
+    first, me = processes.ranks[0], processes.me
+    value: Any = None
+    with processes.opening() as found, allow_signals():
+        found.alike = {METHOD: method}
+        if me == first:
+            value = read()
+    empty = processes.closing({"value": map_tensors(lambda tensor: None, value)} if me == first else {})[first]["value"]
+    if me == first:
+        # A pickled view would contain all of its storage, such as the full dataset.
+        processes.spread(map_tensors(lambda tensor: tensor.detach().clone().cpu(), value), readers)
+        return value
+    return processes.spread(None, readers) if me in readers else empty
+
+
+@defer_signals()
+def gradient_norm(rank: RankStepping, method: str) -> Tensor:
+    """Return the 2-norm of the gradients of all ranks, which call this in the same ``method``."""
+    with rank._processes.opening() as found, allow_signals():
+        found.alike = {METHOD: method}
+    others = rank._processes.tied.of_others()
+    own = [p.grad for p in rank.parameters() if p.grad is not None and p not in others]
+    return norm_over(rank._group, rank._processes.closing, own, rank._devices[0])
