@@ -1,4 +1,4 @@
-"""What one process can feed: forwards and backwards per second of several threads, and the engine's time of a cell."""
+"""The launch rate of one process: forwards and backwards per second of several threads, engine time per cell."""
 
 from __future__ import annotations
 
