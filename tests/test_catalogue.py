@@ -1,4 +1,4 @@
-"""The catalogue of errors has what is raised, and what its page says of it is about messages that exist."""
+"""The catalogue of errors is complete, and its page quotes messages that exist."""
 
 import re
 from collections.abc import Callable

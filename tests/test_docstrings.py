@@ -1,4 +1,4 @@
-"""What users call says what it takes, gives and raises, in sections as Google writes them, and its examples run."""
+"""Public functions document arguments, results and exceptions in Google style, and their examples run."""
 
 import ast
 import doctest
@@ -101,7 +101,7 @@ def test_the_arguments_are_those_of_the_signature(function: Function) -> None:
 
 @each_function
 def test_it_says_what_it_gives(function: Function) -> None:
-    """The summary of a method that takes nothing says it, as that of a property does."""
+    """A method without arguments may do so in its summary, like a property."""
     gives = inspect.signature(function).return_annotation not in (None, "None")
     named = section(function, "Returns") or section(function, "Yields")
     assert named or not gives or (is_method(function) and not parameters(function))

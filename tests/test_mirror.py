@@ -20,11 +20,11 @@ def modules() -> dict[str, set[str]]:
     return found
 
 
-def test_every_folder_has_tests_and_every_folder_of_tests_has_sources() -> None:
+def test_folders_of_tests_mirror_sources() -> None:
     assert folders(SOURCES, "*.py") == folders(TESTS, "test_*.py")
 
 
-def test_a_file_of_tests_is_where_the_module_of_its_name_is() -> None:
+def test_files_of_tests_mirror_modules() -> None:
     known = modules()
     lost = []
     for path in TESTS.rglob("test_*.py"):

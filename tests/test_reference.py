@@ -1,4 +1,4 @@
-"""What reference pages list is what the code has."""
+"""Lists in reference pages match the code."""
 
 import ast
 import re
@@ -36,7 +36,7 @@ def test_the_environment_variables_are_those_that_are_read() -> None:
     assert set(re.findall(r"^\| `(\w+)` \|", for_users, re.MULTILINE)) == variables_read()
 
 
-def test_properties_try_as_many_examples_as_the_page_says() -> None:
+def test_number_of_examples_matches_page() -> None:
     (fixed,) = re.findall(r"\*\*same (\d+) examples\*\*", page("testing"))
     assert settings.get_profile("fixed").max_examples == int(fixed)
 

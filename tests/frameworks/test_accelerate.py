@@ -24,7 +24,7 @@ def _fresh() -> Iterator[None]:
 
 
 def _fresh_state() -> None:
-    """All accelerators of a process share one."""
+    """Reset the state shared by all accelerators of a process."""
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerate.state.GradientState._reset_state()
 

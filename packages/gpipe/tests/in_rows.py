@@ -1,4 +1,4 @@
-"""A layer with an 8-bit weight and a scale for each row, as bitsandbytes has it: the weight is in attributes, too."""
+"""A layer with an 8-bit weight and one scale per row, as in bitsandbytes: the weight is also in attributes."""
 
 from __future__ import annotations
 

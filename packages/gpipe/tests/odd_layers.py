@@ -1,6 +1,6 @@
-"""Layers that do what a pipe has to notice: they keep state, hook, draw, work in place, or leave tensors behind.
+"""Layers a pipe must handle: stateful, with hooks, random, in-place, or keeping tensors across calls.
 
-What they do is found by name, so that they can be pickled. All take and give ``(rows, WIDTH)`` in double precision.
+Functions are looked up by name, so that layers can be pickled. All map ``(rows, WIDTH)`` to itself, in float64.
 """
 
 from collections import namedtuple

@@ -1,4 +1,4 @@
-"""What plans are made of, without measuring: layers of made-up costs on made-up devices."""
+"""Inputs of plans without measurements: layers with made-up costs on made-up devices."""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What a step takes as its input is also a sample: of balances, plans, checks and models."""
+"""The input of a step is also accepted as the sample of balances, plans, checks and models."""
 
 from collections.abc import Callable
 from contextlib import closing
