@@ -1,4 +1,4 @@
-"""A layer with an 8-bit weight and one scale per row, as in bitsandbytes: the weight is also in attributes."""
+"""A layer with an 8-bit weight and per-row scales, as in bitsandbytes, whose attributes refer to the weight."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Layers a pipe must handle: stateful, with hooks, random, in-place, or keeping tensors across calls.
 
-Functions are looked up by name, so that layers can be pickled. All map ``(rows, WIDTH)`` to itself, in float64.
+Functions have global names, so that layers can be pickled. All map ``(rows, WIDTH)`` to itself, in float64.
 """
 
 from collections import namedtuple

@@ -168,7 +168,7 @@ def own(loss: Callable[[Tensor], Tensor]) -> Fault:
 
 
 def contrast(one: Tensor, other: Tensor) -> Tensor:
-    """Compute a contrastive loss, which compares each row with all rows of the batch."""
+    """Compute a contrastive loss, in which each row depends on the full batch."""
     return F.cross_entropy(F.normalize(one) @ F.normalize(other).T, torch.arange(len(one)))
 
 

@@ -176,7 +176,7 @@ class AnyOrder(RuleBasedStateMachine):
         return work(), torch.get_rng_state()
 
     def expected_step(self, x: Tensor, loss: str) -> tuple[dict[str, Any], Any] | None:
-        """Return the result of a step and the weights of its loss, without changes; None if there is nothing to train."""
+        """Return a step's result and loss weights, without changing anything; None if there is nothing to train."""
         before, leaf = copy.deepcopy(self.plain.state_dict()), x.clone().requires_grad_()
         with gpipe.inline():
             output, _keeps = self.forward(leaf * 1)

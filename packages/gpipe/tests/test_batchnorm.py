@@ -106,7 +106,7 @@ def _inputs(x: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("rows", [(0, 4), (4, 0), (3, 0, 4), (0, 0)])
 def test_micro_batches_without_rows_add_nothing(rows: tuple[int, ...], alone: bool, momentum: float | None):
-    """A layer drops all rows of some micro-batches. torch counts an empty batch, and does not change statistics."""
+    """A layer drops every row of some micro-batches. torch counts an empty batch, and does not change statistics."""
     kept = torch.arange(4).repeat(len(rows)) < torch.tensor(rows).repeat_interleave(4)
     x = torch.cat([kept[:, None].double(), torch.randn(len(kept), 2, dtype=torch.float64)], 1)
     model = nn.Sequential(Layer(lambda _, x: x[x[:, 0] > 0, 1:]), nn.BatchNorm1d(2, momentum=momentum).double())

@@ -164,7 +164,7 @@ def seen(way: Callable[..., Any], model: nn.Module, case: Combination, step: Ste
 
 
 def expect_equal_or_refused(case: Combination) -> None:
-    """In each step, parameters are reduced by their gradients."""
+    """Compare a pipe with the plain model. Each step subtracts the gradients from the parameters."""
     plain = case.model()
     try:
         pipe = case.pipe(copy.deepcopy(plain))

@@ -32,7 +32,7 @@ def test_lazy_attributes_match_their_modules() -> None:
         gpipe.__getattr__("plam")
 
 
-# Imports in programs that use torchgpipe: its own benchmarks (ResNet, U-Net, AmoebaNet-D, and their scripts), its tests,
+# Imports in programs that use torchgpipe: its benchmarks (ResNet, U-Net, AmoebaNet-D, and their scripts), its tests,
 # and repositories that use it.
 IMPORTS = [
     "import torchgpipe; torchgpipe.GPipe",

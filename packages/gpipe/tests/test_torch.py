@@ -58,7 +58,7 @@ def test_operations_that_consist_of_others_are_known():
 
 def test_operations_use_key_only_if_set():
     seen: list[str] = []
-    interception.prepare()  # from now on, all other operations skip the key
+    interception.prepare()  # every operation but one skips the key from now on
     library = Library("gpipe_test_torch", "DEF")
     library.define("one(Tensor x) -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
     library.impl("one", lambda x: x + 1, "CompositeExplicitAutograd")

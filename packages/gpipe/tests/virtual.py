@@ -1,4 +1,4 @@
-"""Virtual devices: stages share a physical device, but behave as if each had its own.
+"""Virtual devices: stages share a physical device, and each behaves like a separate one.
 
 Each has its own worker and streams, and links copy. So the ordering of several devices can be tested on a single one.
 Random numbers are not covered, as the stages share their device's generator.

@@ -70,7 +70,7 @@ def test_layers_see_their_phase_and_draw_the_same_again_from_their_own_generator
 
 @pytest.mark.parametrize("call", [1, 2])
 @each_way
-def test_a_forward_or_recomputation_that_fails_leaves_no_phase_behind(call: int, inline: bool):
+def test_failed_run_resets_phase(call: int, inline: bool):
     seen, calls = list[tuple[bool, bool]](), iter(range(1, 9))
 
     def act(x: Tensor) -> Tensor:
