@@ -180,7 +180,7 @@ def test_weights_with_few_operations_are_no_fault(form: Callable[..., nn.Module]
 
 
 def test_a_pipe_that_fails_is_a_finding() -> None:
-    """The last of 4 micro-batches has a single row, for which batch norm raises."""
+    """Batch norm raises for the last of 4 micro-batches, which has a single row."""
     found = check(nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Dropout(), linear()), torch.randn(5, WIDTH)).findings
     assert "pipeline" in [finding.code for finding in found]
 

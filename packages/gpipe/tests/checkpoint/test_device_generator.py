@@ -47,7 +47,7 @@ def test_only_the_device_of_the_partition_is_rewound(device, monkeypatch):
 
 @pytest.fixture
 def on_a_device(monkeypatch):
-    """Treat random CPU operations as if they ran on a device, whose generator is the CPU's."""
+    """Treat random CPU operations as operations of a device, whose generator is the CPU's."""
     own = {torch.device("cpu"): torch}  # the device of the stage
     module = SimpleNamespace(
         get_rng_state=lambda device: own[device].get_rng_state(),

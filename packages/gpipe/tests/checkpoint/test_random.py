@@ -152,7 +152,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 @each_mode
 @pytest.mark.parametrize("inline", [False, True])
 def test_repeating_random_numbers_raises(name: str, mode: str, inline: bool):
-    """This holds in every run and schedule, and the global generator is as if the layers had not used it."""
+    """It raises in every run and schedule, and the global generator does not show that the layers used it."""
     make, says = REFUSED[name]
     pipe = GPipe(
         nn.Sequential(nn.Linear(6, 6), make(), nn.Dropout()), [2, 1], devices=["cpu"] * 2, chunks=2, checkpoint=mode

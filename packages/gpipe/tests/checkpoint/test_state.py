@@ -18,7 +18,7 @@ from ..layers import DOUBLE, MODES, Layer, assert_same, linears, rows, running, 
 from ..odd_layers import ODD, WIDTH, Odd
 
 WAYS = (None, "fill_drain", "1f1b", "zero_bubble")
-"""None: forward and backward of the full mini-batch, without a schedule."""
+"""Schedules; None means forward and backward of the full mini-batch."""
 
 
 def late(s: Layer, x: Tensor) -> Tensor:

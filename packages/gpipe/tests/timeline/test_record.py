@@ -51,7 +51,7 @@ def runs(draw: st.DrawFn) -> tuple[GPipe, str | None, Schedule]:
 
 
 def programs_of(name: str, m: int, pipe: GPipe, stop: int) -> Schedule:
-    """Return the expected actions of a step on an input that requires no grad, so that the first stage does not split."""
+    """Return the actions of a step whose input requires no grad, so that the first stage does not split."""
     return named(name, m, pipe._workers.placement, stop, split=range(1, len(pipe.partitions)))
 
 

@@ -256,7 +256,7 @@ def test_aliases_are_those_of_the_plain_model(recipe: Recipe):
 
 
 def may_be_separate(recipe: Recipe) -> bool:
-    """Return whether outputs without grad, which torch cannot protect, shared memory with other outputs."""
+    """Return whether outputs without grad, which torch cannot protect, shared memory with each other."""
     if recipe.schedule != "forward" and recipe.grad:
         return False  # loss_fn must not change them
     output = recipe.plain()(given_to(recipe, recipe.x()))
