@@ -146,8 +146,8 @@ class Kind(NamedTuple):
     """A kind of cell.
 
     Attributes:
-        operations: pairs of operations, added in pairs. Each names the state it reads (0: the last cell's output, 1: the
-        previous cell's, 2 to 6: the sums) and the operation.
+        operations: pairs of operations, added in pairs. Each names the state it reads (0: the last cell's output,
+            1: the previous cell's, 2 to 6: the sums) and the operation.
         joined: the states whose channels together are the output.
         halves: whether the output has half the height and width.
     """

@@ -144,9 +144,7 @@ def test_what_the_forward_may_do_is_no_fault(name: str) -> None:
     ("end", "code", "layer"),
     [(lambda _, x: x.softmax(0), "mixes-rows", None), (lambda s, x: s.norm(x), "batchnorm", "norm")],
 )
-def test_full_batch_end_may_mix_rows(
-    end: Callable[..., Tensor], code: str, layer: str | None
-) -> None:
+def test_full_batch_end_may_mix_rows(end: Callable[..., Tensor], code: str, layer: str | None) -> None:
     model = Between(same, end)
     whole = check(model, rows())
     assert whole.findings == ()

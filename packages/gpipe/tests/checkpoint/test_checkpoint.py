@@ -78,9 +78,7 @@ def test_nested_pipe_preserves_outer_micro_batches(
 
 @pytest.mark.parametrize("way", [contextlib.nullcontext, inline])
 @pytest.mark.parametrize("call", [1, 2])
-def test_failed_run_resets_phase(
-    call: int, way: Callable[[], AbstractContextManager[None]]
-) -> None:
+def test_failed_run_resets_phase(call: int, way: Callable[[], AbstractContextManager[None]]) -> None:
     diary, calls = Diary(), iter(range(1, 9))
 
     def fail(*_: Any) -> None:

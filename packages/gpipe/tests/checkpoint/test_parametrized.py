@@ -187,9 +187,7 @@ def test_two_stages_are_inside_at_the_same_time(mode: str, own_forward: bool):
 @each_way
 @pytest.mark.parametrize("own_forward", [False, True])
 @pytest.mark.parametrize("backward_inside", [False, True])
-def test_cached_around_run_is_per_micro_batch(
-    mode: str, inline: bool, own_forward: bool, backward_inside: bool
-):
+def test_cached_around_run_is_per_micro_batch(mode: str, inline: bool, own_forward: bool, backward_inside: bool):
     torch.manual_seed(0)
     blocks = [Block(False) for _ in range(3)]
     plain, x = nn.Sequential(*blocks), rows(5)

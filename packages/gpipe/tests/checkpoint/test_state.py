@@ -186,9 +186,7 @@ def test_what_shows_in_small_buffers_works(
 
 @pytest.mark.parametrize("name", KEEPING)
 @pytest.mark.parametrize("mode", ["always", "except_last"])
-def test_layer_changing_uncopied_state_keeps_graph(
-    name: str, mode: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_layer_changing_uncopied_state_keeps_graph(name: str, mode: str, caplog: pytest.LogCaptureFixture) -> None:
     assert live(name, 0, mode=mode, way="1f1b", inline=False, early=False, chunks=3, runs=3) == 3
     (message,) = [each for each in caplog.messages if "its graph is kept" in each]
     assert "forward changes '1." in message

@@ -1,4 +1,4 @@
-"""A run is a node in the caller's graph: gradients flow as through the model, or an error is raised."""
+"""A run is a node in the caller's graph: gradients match the model's, or an error is raised."""
 
 import weakref
 from collections.abc import Callable
@@ -61,7 +61,7 @@ def test_create_graph_is_refused(checkpoint: str) -> None:
 
 @each_mode
 def test_autograd_grad_and_partial_backward_raise(checkpoint: str) -> None:
-    """After the error, a regular backward of the same run works."""
+    """A regular backward of the same run still works after the error."""
     pipe, model = twins(linears(), [1, 2], chunks=2, checkpoint=checkpoint)
     model(rows()).sum().backward()
     for ask in (

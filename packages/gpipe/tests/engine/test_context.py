@@ -103,7 +103,7 @@ def gradients_of(module: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor, 
 @each_mode
 @each_way
 def test_backwards_inside_stay_on_their_worker(mode: str, way: Any):
-    """On an autograd thread, they might deadlock with a worker."""
+    """An autograd thread might deadlock with a worker."""
 
     def look() -> None:
         seen.append(torch._C._is_multithreading_enabled())

@@ -147,9 +147,7 @@ def test_hook_on_stored_input_fires_until_removed(removed: bool) -> None:
 
 
 @pytest.mark.parametrize(("schedule", "reduction"), [("fill_drain", None), ("fill_drain", "sum"), ("1f1b", "sum")])
-def test_hook_computed_weight_in_loss_raises(
-    schedule: str, reduction: str | None
-) -> None:
+def test_hook_computed_weight_in_loss_raises(schedule: str, reduction: str | None) -> None:
     model = nn.Sequential(nn.Linear(3, 3, dtype=DOUBLE), nn.Linear(3, 3, dtype=DOUBLE))
     prune.l1_unstructured(model[0], "weight", 0.5)
     with (

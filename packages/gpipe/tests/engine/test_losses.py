@@ -317,7 +317,7 @@ def test_loss_memory_does_not_grow_with_chunks(schedule: str, few: int, more: in
 
 @each_schedule
 def test_hooks_inside_layers_see_gradient_of_sum(schedule: str) -> None:
-    """With a count, hooks of parameters see the gradient of the mean."""
+    """Hooks of parameters, with a count, see the gradient of the mean."""
     inside, own = list[Tensor](), list[Tensor]()
 
     def act(x: Tensor) -> Tensor:
@@ -370,7 +370,7 @@ class Experts(nn.Linear):
 
 
 def own_gradient(how: str, chunks: int, rule: str, schedule: str) -> Tensor:
-    """Return the gradient of the experts in a second step, which knows what they return."""
+    """Return the gradient of the experts in the second step, when their outputs are known."""
     torch.manual_seed(0)
     experts = Experts(3, 3, dtype=DOUBLE)
     experts.how = how
@@ -393,9 +393,7 @@ def own_gradient(how: str, chunks: int, rule: str, schedule: str) -> Tensor:
 
 @settings(max_examples=settings.default.max_examples // 4)
 @given(st.sampled_from([1, 2, 4]), st.sampled_from(sorted(RULES)), st.sampled_from(["fill_drain", "zero_bubble"]))
-def test_losses_of_layers_are_averaged_or_summed(
-    chunks: int, rule: str, schedule: str
-) -> None:
+def test_losses_of_layers_are_averaged_or_summed(chunks: int, rule: str, schedule: str) -> None:
     if rule == "whole" and schedule == "zero_bubble":
         schedule = "fill_drain"  # the other one cannot wait
     without = own_gradient("none", chunks, rule, schedule)

@@ -158,7 +158,7 @@ def stepped(pipe: GPipe, x: Tensor, how: str) -> None:
 
 
 def test_parameters_are_on_device_only_while_loaded() -> None:
-    """Layers see a copy that is freed after the step. All other code sees the parameter itself."""
+    """Layers use a copy that is freed after the step. All other code has the parameter itself."""
     seen: list[Tensor] = []
     layers = nn.Sequential(
         *(Layer(lambda s, x: (seen.append(s.w), x * s.w)[1], w=nn.Parameter(rows(3)[0])) for _ in range(4))
@@ -203,7 +203,7 @@ def test_layer_modifying_parameter_raises(how: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_parameter_changed_before_backward_raises(mode: str) -> None:
-    """In the plain model, autograd raises because the graph would see the change."""
+    """Autograd raises in the plain model, because the graph would see the change."""
     pipe = offloaded(nn.Sequential(*(nn.Sequential(each, nn.Tanh()) for each in linears(4))), checkpoint=mode)
     output = pipe(rows())
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The bare pipeline: micro-batches go in and come out as if the partitions ran sequentially."""
+"""The bare pipeline returns the micro-batches that its partitions compute sequentially."""
 
 import copy
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A pipe with ``checkpoint="offload"`` computes the same as with ``"never"``.
+"""A pipe with ``checkpoint="offload"`` has the same results as one with ``"never"``.
 
 More is in tests of all modes, and in tests/simulated/test_saved.py.
 """

@@ -127,9 +127,7 @@ def hooks_weight(s: Layer, x: Tensor) -> Tensor:
     st.sampled_from(MODES),
     st.sampled_from([None, "1f1b", "zero_bubble"]),
 )
-def test_hooks_left_on_parameters_by_forward_raise(
-    register: str, tidy: bool, mode: str, way: str | None
-) -> None:
+def test_hooks_left_on_parameters_by_forward_raise(register: str, tidy: bool, mode: str, way: str | None) -> None:
     layers = [*linears(1), Layer(hooks_weight, *linears(1), register=register, tidy=tidy), *linears(1)]
     pipe = piped(nn.Sequential(*layers), [1, 2], chunks=3, checkpoint=mode)
     refused = pytest.raises(RuntimeError, match="a layer registered a hook on a parameter")

@@ -53,7 +53,7 @@ class Case(NamedTuple):
     chunks: int
     inline: bool
     watched: str | None = None
-    """Observers of the first weight's gradient, called as often as in the plain model: hooks, or its node."""
+    """Observers of the first weight's gradient, hooks or its node: they are called like in the plain model."""
     offload: bool = False
 
 
@@ -132,7 +132,7 @@ def run(case: Case) -> list[Any]:
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Make stages copy shared tensors as if each was on a different device."""
+    """Make stages copy shared tensors, like stages on different devices."""
     real = _tied.copy_of
 
     def copy_of(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

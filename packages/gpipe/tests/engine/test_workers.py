@@ -100,9 +100,7 @@ def test_run_may_outlive_its_pipe(born: Callable[[], set[threading.Thread]]) -> 
 
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("balance", [[2, 1], [1, 2]], ids=["the last worker", "a worker that others wait for"])
-def test_pipe_may_be_collected_on_its_worker(
-    balance: list[int], born: Callable[[], set[threading.Thread]]
-) -> None:
+def test_pipe_may_be_collected_on_its_worker(balance: list[int], born: Callable[[], set[threading.Thread]]) -> None:
     def train() -> None:
         collecting = Call(lambda x: on_backward(x, gc.collect))
         model = nn.Sequential(*linears(1), collecting, *linears(1))

@@ -33,9 +33,7 @@ def walks(draw: st.DrawFn) -> tuple[Walk, int]:
 
 
 @given(walks(), st.sets(st.integers(0, 3)), st.integers(1, 4))
-def test_cells_are_there_for_their_backward_and_few_at_a_time(
-    given: tuple[Walk, int], offloading: set[int], room: int
-) -> None:
+def test_offloaded_cells_return_within_room(given: tuple[Walk, int], offloading: set[int], room: int) -> None:
     walk, _ = given
     found = with_offloads(walk, offloading, room)
     steps = [step for line in walk for step in line]
@@ -70,7 +68,7 @@ def test_cells_are_there_for_their_backward_and_few_at_a_time(
 
 
 @given(st.integers(1, 6), st.integers(1, 3), st.integers(1, 3))
-def test_a_worker_holds_as_many_cells_as_there_is_room_for(m: int, stages: int, room: int) -> None:
+def test_worker_holds_at_most_room_cells(m: int, stages: int, room: int) -> None:
     """If all forwards are before all backwards: those that compute, arrive, or stay for the first backwards."""
     whole = named("looped_bfs", m, [0] * stages).offloading([0] * stages, room=room)
     held = most = 0
@@ -83,9 +81,7 @@ def test_a_worker_holds_as_many_cells_as_there_is_room_for(m: int, stages: int, 
 
 
 @given(walks(), st.sets(st.integers(0, 3)), st.sets(st.integers(0, 3)))
-def test_loads_and_offloads_do_not_disturb_each_other(
-    given: tuple[Walk, int], loaded: set[int], offloading: set[int]
-) -> None:
+def test_loads_and_offloads_are_independent(given: tuple[Walk, int], loaded: set[int], offloading: set[int]) -> None:
     """In either order of adding them."""
     walk, _ = given
     first = with_offloads(with_loads(walk, loaded), offloading)

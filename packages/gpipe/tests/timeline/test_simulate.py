@@ -20,9 +20,7 @@ from ..timelines import Problem, exact_seconds, fewer, problems
 
 
 @given(st.integers(1, 16), st.integers(1, 8), exact_seconds, exact_seconds)
-def test_makespan_of_fill_drain_and_1f1b(
-    m: int, n: int, forward: float, backward: float
-) -> None:
+def test_makespan_of_fill_drain_and_1f1b(m: int, n: int, forward: float, backward: float) -> None:
     for make in (fill_drain, one_forward_one_backward):
         timeline = simulate(make(m, n), [StageCost(forward, backward)] * n)
         assert timeline.makespan == (m + n - 1) * (forward + backward)
