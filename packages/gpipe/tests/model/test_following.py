@@ -67,7 +67,7 @@ ASKED: dict[str, Callable[[Asking, Tensor], Tensor]] = {
     st.sampled_from(sorted(ASKED)),
     st.lists(st.tuples(st.sampled_from(["model", "pipe", "blocks", "head"]), st.sampled_from(DTYPES)), max_size=3),
 )
-def test_another_dtype_of_the_model_or_a_part_of_it(asked: str, changes: list[tuple[str, torch.dtype]]) -> None:
+def test_changing_dtype_of_model_or_part(asked: str, changes: list[tuple[str, torch.dtype]]) -> None:
     """The dtype is set on model or pipe, repeatedly, and the forward reads it from various places."""
     torch.manual_seed(0)
     model = Asking(ASKED[asked])

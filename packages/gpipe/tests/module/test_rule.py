@@ -29,8 +29,8 @@ PAD, CLASSES = -100, 3
 Function = Callable[..., Any]
 
 
-# Losses that people write, as compositions. Each step takes the values so far, one or more for each row, and labels, of
-# of which -100 is ignored.
+# Losses that people write, as compositions. Each step takes the values so far, one or more per row, and labels, with
+# -100 for ignored ones.
 
 
 def kept(labels: Tensor) -> Tensor:
@@ -382,7 +382,7 @@ def test_full_batch_loss_accepts_any_target(target: Any) -> None:
 
 
 def test_a_loss_may_close_over_the_whole_batch() -> None:
-    """Micro-batches may have one row, to which a mask of the full batch could be broadcast."""
+    """A mask of the full batch could be broadcast to micro-batches of one row."""
     target, mask, model = rows(), torch.tensor([1.0, 0, 1, 1, 0, 1], dtype=DOUBLE), linears()
 
     def loss_fn(output: Tensor) -> Tensor:

@@ -121,7 +121,7 @@ def test_blank_lines_comments_and_dots_say_nothing(problem: Scheduled, random: R
 
 @given(orders())
 def test_full_batch_loss_separates_forwards_and_backwards(problem: Scheduled) -> None:
-    """It directly follows the last forward of the last stage; other schedules raise. Everything else is unchanged."""
+    """It directly follows the last forward of the last stage, or the schedule raises. Everything else is unchanged."""
     schedule, m, placement = problem
     kinds = [kind for kind, _ in schedule[-1]]
     waits = "backward" not in " ".join(kinds[: len(kinds) - kinds[::-1].index(Kind.FORWARD)])

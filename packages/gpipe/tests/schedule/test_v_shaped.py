@@ -61,7 +61,7 @@ def test_zbv_has_no_bubble(more: int, k: int, unit: int) -> None:
 
 @given(counts, workers)
 def test_zbv_holds_no_more_than_1f1b(m: int, k: int) -> None:
-    """A stage of 1F1B is as large as two of these."""
+    """Two of these stages are as large as one stage of 1F1B."""
     most = held(on_a_v(zbv(m, 2 * k)))
     assert max(most) <= 2 * in_flight(one_forward_one_backward(max(m, k), k)[0])
     if m >= 2 * k - 1:
