@@ -111,7 +111,7 @@ def _step(schedule: Any, layers: nn.Module, batch: Tensor, rank: int, task: Task
 
 
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[Layer], Layer]:
-    """As `gpipe.skip.skippable`."""
+    """Replace `gpipe.skip.skippable`."""
 
     def decorate(layer: Layer) -> Layer:
         layer.stashed, layer.popped = list(stash), list(pop)  # type: ignore[attr-defined]
@@ -121,12 +121,12 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[L
 
 
 def stash(name: str, tensor: Tensor) -> tuple[str, Tensor | None]:
-    """As `gpipe.skip.stash`."""
+    """Replace `gpipe.skip.stash`."""
     return name, tensor
 
 
 def pop(name: str) -> tuple[str, Tensor | None]:
-    """As `gpipe.skip.pop`."""
+    """Replace `gpipe.skip.pop`."""
     return name, None
 
 

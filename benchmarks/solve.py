@@ -169,7 +169,7 @@ def _answered(call: Callable[[], Any]) -> tuple[Any, float]:
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Interrupt pure Python after so long; some problems make the known heuristic loop for ever."""
+    """Interrupt pure Python after a time limit; some problems make the known heuristic loop forever."""
 
     def stop(*_: object) -> None:
         raise TimeoutError

@@ -36,7 +36,7 @@ def in_tables(text: str) -> set[str]:
 
 
 def in_sentences(text: str) -> set[str]:
-    """Figures outside of tables, code, and the lines that say when and how a table was made."""
+    """Return figures outside tables, code, and lines on when and how a table was made."""
     text = re.sub(r"```.*?```|`[^`]*`", "", BLOCKS.sub("", text), flags=re.DOTALL)
     return {figure for line in text.splitlines() if not line.startswith(("|", "*")) for figure in FIGURES.findall(line)}
 

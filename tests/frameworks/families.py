@@ -66,7 +66,7 @@ class Family(NamedTuple):
         inputs: makes a batch.
         dropout: names of settings that are probabilities of dropout.
         tolerance: relative, of gradients in float64; some families compute parts in float32.
-        by_micro_batch: whether the model depends on the whole batch, like batch norm.
+        by_micro_batch: whether the model depends on the full batch, like batch norm.
     """
 
     model: str

@@ -68,7 +68,7 @@ def pipelined(pipe: nn.Module, rows: int, *, microbatches: int = 2, each: int = 
 
 def _expect_in_threads(calls: list[Called]) -> None:
     elsewhere = {call for call in calls if not call.generates and not call.thread.startswith((FORWARDS, WORKERS))}
-    assert not elsewhere, f"blocks computed outside of the pipe: {sorted(elsewhere)}"
+    assert not elsewhere, f"blocks computed outside the pipe: {sorted(elsewhere)}"
 
 
 def _blocks_of(pipe: GPipe) -> list[range]:

@@ -149,7 +149,7 @@ def trained(model: nn.Module, family: Family, schedule: str = "1f1b", checkpoint
 
 
 def alone(model: nn.Module, family: Family) -> Gradients:
-    """Return the plain model's gradients; on micro-batches if the model depends on the whole batch."""
+    """Return the plain model's gradients; on micro-batches if the model depends on the full batch."""
     model.zero_grad()
     inputs = family.inputs(ROWS)
     count = CHUNKS if family.by_micro_batch else 1

@@ -1,4 +1,4 @@
-"""Plans of quantized models without weights, checked by hand arithmetic."""
+"""Plans of quantized models without weights, compared with explicit arithmetic."""
 
 from typing import Any
 

@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def made(kind: str, folder: Path) -> tuple[Any, nn.Module]:
-    """A model with adapters, and its pipe, which is around the adapters or inside of them."""
+    """Return a model with adapters, and a pipe, which is around the adapters or inside them."""
     torch.manual_seed(1)
     base = peft.prepare_model_for_kbit_training(in_4_bits(folder), use_gradient_checkpointing=False)
     lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")

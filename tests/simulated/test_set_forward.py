@@ -75,7 +75,7 @@ def _module(self: Any, tokens: Tensor) -> Tensor:
 
 
 def _to_weight(self: Any, tokens: Tensor) -> Tensor:
-    """As TRL does."""
+    """Use the head's weight like TRL."""
     hidden = self.trunk(tokens).to(self.head.weight.device)
     return _loss(hidden @ self.head.weight.t(), tokens.to(hidden.device))
 

@@ -181,7 +181,7 @@ def test_pinned_input_may_change_after_call():
 @each_mode
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_no_deadlock_in_a_backward(name: str, mode: str):
-    """Not on the device's own autograd thread, nor inside of a backward that runs there."""
+    """Neither on the device's own autograd thread, nor inside a backward that runs there."""
     places = devices(name)
     inner = GPipe(model(), [2, 2, 2], devices=places, chunks=3, checkpoint=mode)
     last = places[-1]

@@ -51,7 +51,7 @@ def test_leading_frozen_stages_have_no_backward():
 
 @each_mode
 def test_layer_replaced_inside_of_a_layer_is_used(mode: str):
-    """As adapters do."""
+    """Adapters do so."""
     model = nn.Sequential(nn.Sequential(*linears()), *linears())
     pipe = piped(model, [1, 3], chunks=2, checkpoint=mode)
     backward(pipe)

@@ -34,7 +34,7 @@ class Doubled(nn.Module):
 
 
 class Block(nn.Module):
-    """Uses its parametrized weight twice, perhaps inside of ``cached()``."""
+    """Uses its parametrized weight twice, perhaps inside ``cached()``."""
 
     def __init__(self, caches: bool) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 class Meets(Block):
-    """Is inside of ``cached()`` while another block enters, computes and leaves.
+    """Is inside ``cached()`` while another block enters, computes and leaves.
 
     Args:
         mine, other: set when this block, or the other one, is inside.

@@ -211,7 +211,7 @@ def _states_in_collections() -> bool:
 
     def note(*_: Any) -> None:
         if reads[0]:
-            during.append(PROCESS.get_state())  # waits for ever for a lock that this thread holds
+            during.append(PROCESS.get_state())  # waits forever for a lock that this thread holds
 
     gc.set_threshold(10)
     gc.callbacks.append(note)

@@ -186,7 +186,7 @@ def test_backward_inside_forward_reaches_earlier_stages(schedule: str | None, ap
         return nn.Sequential(first, Layer(inside, second), last)
 
     pipe, plain = piped(built(), [1, 1, 1], chunks=3, checkpoint="never"), built()
-    # Gradients of parameters that another graph uses are accumulated outside of .grad.
+    # Gradients of parameters that another graph uses are accumulated outside .grad.
     graph = [parameter * 1 for parameter in pipe.parameters()] if apart else []
     trained(pipe, rows(), schedule)
     trained(plain, rows())

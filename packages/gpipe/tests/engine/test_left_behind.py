@@ -20,7 +20,7 @@ SEEN: ContextVar[Any] = ContextVar("SEEN", default=0)
 GLOBAL: dict[str, Any] = {}
 
 
-# How a layer leaves a tensor, how the loss finds it, and whether it is outside of all layers.
+# How a layer stores a tensor, how the loss reads it, and whether it is outside all layers.
 WAYS: dict[str, tuple[Callable[[Layer, Any], None], Callable[[Layer], Any], bool]] = {
     "attribute": (lambda layer, value: setattr(layer, "aux", value), lambda layer: layer.aux, False),
     "list": (lambda layer, value: setattr(layer, "all", [*layer.all[-3:], value]), lambda layer: layer.all[-1], False),

@@ -141,7 +141,7 @@ class Reading(HTMLParser):
 
 @cache
 def example() -> Plan:
-    """Of made-up costs."""
+    """Return a plan with made-up costs."""
     known = profile_of([(1e-3, 40, 400, 10)] * 2)
     return plan(model_of(known), torch.zeros(ROWS, 3), ["cpu"] * 2, profile=known, chunks=[1, 2], calibrate=False)
 

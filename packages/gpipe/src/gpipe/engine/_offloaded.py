@@ -45,7 +45,7 @@ LeafGradient = tuple[Tensor, Tensor]
 """A leaf and its gradient."""
 
 Offload = bool | torch.dtype
-"""Whether parameters are on the host; or the dtype of their copies, if it differs."""
+"""True if parameters are on the host; or the dtype of their copies, if it differs."""
 
 
 class HostLink(NamedTuple):
