@@ -22,6 +22,7 @@ from gpipe._plan._arguments import OFFLOAD
 from gpipe._plan._candidate import Candidate, Space, candidate_of
 from gpipe._plan._costs import Measured
 from gpipe._plan._host import Host
+from gpipe._plan._links import along, links
 from gpipe._plan._orders import orders
 from gpipe._plan._search import search
 from gpipe.simulate import Link
@@ -34,6 +35,7 @@ SCHEDULES = ("1f1b", "zero_bubble", "fill_drain")
 MODES = ("never", "except_last", "always")
 SHARES, SPEEDS = (0.6, 1.0, 1.5), (0.5, 1.0, 2.0)
 """Of the memory and the speed of devices that differ."""
+LINKS = (Link(), Link(1e-3, 1e6))
 CASES = 160
 LIMITS = {"1.01 × the least": 1.01, "1.1 × the least": 1.1, "none": None}
 
@@ -96,12 +98,14 @@ def equal(random: Random) -> list[Space]:
 
 
 def different(random: Random) -> list[Space]:
-    """A space for each order of devices of different memory and speed."""
+    """A space for each order of devices of different memory and speed, and with different links."""
     space = space_of(random)
     each = [(random.choice(SHARES), random.choice(SPEEDS)) for _ in range(space.measured.stages)]
+    between = links(len(each), lambda i, j: random.choice(LINKS) if space.measured.apart else Link())
     found = []
-    for order in orders(each):
-        measured = replace(space.measured, order=order, speeds=tuple(each[k][1] for k in order))
+    for order in orders(each, between):
+        speeds = tuple(each[k][1] for k in order)
+        measured = replace(space.measured, order=order, speeds=speeds, links=along(between, order))
         found.append(replace(space, measured=measured, memory=[each[k][0] for k in order]))
     return found
 
@@ -133,7 +137,7 @@ def space_of(random: Random) -> Space:
     profiles = [Profile(tuple(_layer(k, rows, *each) for k, each in enumerate(figures)), "cpu", "2", 1, 1, rows, 3)
                 for rows in (1, ROWS)]  # fmt: skip
     profile = replace(profiles[1], others=(profiles[0],))
-    link = random.choice((Link(), Link(1e-3, 1e6))) if copied else Link()
+    link = random.choice(LINKS) if copied else Link()
     measured = Measured(
         profile=profile,
         optimizer=tuple(2 * layer.trainable_bytes for layer in profile),

@@ -14,6 +14,7 @@ import gpipe
 
 sys.path.insert(0, str(Path(__file__).parent))
 from catalogue import filled
+from drawn import Drawn
 
 project = "gpipe"
 version = release = gpipe.__version__
@@ -101,6 +102,7 @@ def box_pictures(app: Any, tree: nodes.document, page: str) -> None:
 
 
 def setup(app: Any) -> None:
+    app.add_directive("drawn", Drawn)
     app.connect("doctree-resolved", box_pictures)
     app.connect("autodoc-skip-member", skip_aliases)
     app.connect("missing-reference", warn_of_lost_names)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from packages.profiler.tests.hard_layers import SparseBuffer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -116,6 +117,7 @@ OF_ALL_ROWS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 """Losses with an unknown reduction."""
 
 CLEAN: dict[str, Callable[[], Clean]] = {
+    "a sparse buffer by rows": lambda: chain(SparseBuffer("to_sparse_csr"), nn.Linear(6, 6), sample=torch.rand(8, 6)),
     "perceptron": lambda: one(nn.ReLU()),
     "in place": lambda: one(nn.ReLU(inplace=True)),
     "in place of a view": lambda: of(lambda s, x: (x[:, :3].mul_(2), x)[1]),

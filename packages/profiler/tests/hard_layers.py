@@ -94,7 +94,24 @@ def _rows(requires_grad: bool = False) -> torch.Tensor:
     return torch.rand(4, 6, requires_grad=requires_grad)
 
 
+class SparseBuffer(nn.Module):
+    """A linear layer whose output a sparse buffer mixes."""
+
+    def __init__(self, how: str, *blocks: tuple[int, int]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # compressed layouts are a beta feature
+            self.register_buffer("mix", getattr(torch.eye(6), how)(*blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.mix @ self.linear(x).T).T
+
+
 HARD = {
+    "sparse buffer": lambda: (nn.Sequential(SparseBuffer("to_sparse")), _rows()),
+    "sparse buffer by rows": lambda: (nn.Sequential(SparseBuffer("to_sparse_csr")), _rows()),
+    "sparse buffer by columns": lambda: (nn.Sequential(SparseBuffer("to_sparse_csc")), _rows()),
     "in-place on a view": lambda: (nn.Sequential(nn.Flatten(), nn.ReLU(inplace=True)), torch.rand(4, 2, 3)),
     "several inputs": lambda: (nn.Sequential(Call(join), nn.Linear(6, 6)), (_rows(), _rows(requires_grad=True))),
     "same tensor twice": lambda: (nn.Sequential(Call(join)), (_rows(),) * 2),

@@ -7,7 +7,9 @@ from torch import nn
 
 from microbatch import Batch
 from profiler import _times, detach, layerwise_sandbox, profile_times
+from profiler.sandbox import copied
 
+from .hard_layers import SparseBuffer
 from .strategies import models
 
 
@@ -21,6 +23,15 @@ def test_copies_train_on_the_device_and_share_nothing(model):
         for x, y in zip(layer.state_dict().values(), copy.state_dict().values(), strict=True):
             assert torch.equal(x, y)
             assert x.data_ptr() != y.data_ptr()
+
+
+@pytest.mark.parametrize("how", ["to_sparse", "to_sparse_csr", "to_sparse_csc", "to_sparse_bsr", "to_sparse_bsc"])
+def test_sparse_buffers_are_copied(how):
+    layer = SparseBuffer(how, *([(2, 2)] if "sparse_b" in how else []))
+    copy = copied(layer)
+    assert copy.mix is not layer.mix
+    assert copy.mix.layout is layer.mix.layout
+    assert torch.equal(copy.mix.to_dense(), layer.mix.to_dense())
 
 
 @pytest.mark.parametrize("size", ["small", "large"])

@@ -17,10 +17,12 @@ from torch import nn
 
 from gpipe import Infeasible, Plan, plan
 from gpipe._plan import _speeds
+from gpipe._plan._arguments import read_facts, read_memory, read_speeds
 from gpipe._plan._candidate import Space
 from gpipe._plan._costs import Measured
-from gpipe._plan._fake_devices import LINK, read_fake
+from gpipe._plan._fake_devices import read_fake
 from gpipe._plan._host import Host
+from gpipe._plan._links import LINK
 from gpipe._plan._request import read_placements, read_places
 from gpipe._plan._search import NEAR, search
 from gpipe._plan._speeds import at_full_speed, measured_speeds
@@ -69,7 +71,7 @@ def test_no_placement_is_much_faster(measured: Measured, count: int, bandwidth: 
     places = read_places(devices, fake, measured.layers)
     spaces = [
         Space(
-            replace(measured, apart=True, placement=placement, links=links_of(placement, fake.link)),
+            replace(measured, apart=True, placement=placement, links=links_of(placement, fake.links[0][-1])),
             [1, 2, 4], names, ("never",), (None,) * len(places),
         )
         for placement, names in read_placements(devices, places, measured.layers, None, Host()).items()
@@ -168,7 +170,7 @@ def _expect_as_the_model(text: str) -> None:
 def test_links(options: dict[str, Any], link: Link) -> None:
     fake = read_fake("2x80GB", **options)
     assert fake is not None
-    assert fake.link == link
+    assert fake.links == ((Link(), link), (link, Link()))
 
 
 @pytest.mark.parametrize(
@@ -327,3 +329,59 @@ def test_the_report_has_the_bytes_of_each_device_by_kind(example: Plan) -> None:
         "of",
     ]
     assert [line.split()[:3] for line in text.splitlines() if "fake 3GB" in line][-1][:3] == ["3,", "fake", "3GB"]
+
+
+def test_neighbors_of_a_plan_have_the_fast_links() -> None:
+    found = made("4x3GB", bandwidth={(0, 2): "200GB", (3, 1): "200GB", (1, 2): "1MB", (0, 1): "1MB"}, chunks=4)
+    assert found.devices == ("fake 3GB",) * 4
+    # The links between other devices have 25 GB/s, so the best order is (0, 2, 3, 1), or the reverse.
+    assert "links send 25 to 200 GB/s" in found.notes[0]
+    assert max(found.hops) < 1.5 * made("4x3GB", chunks=4).hops[1]
+
+
+FACTS = st.fixed_dictionaries(
+    {}, optional={"speed": st.sampled_from([0.5, 2]), "memory": st.sampled_from(["2GB", 10**9])}
+)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["3GB", "2xA100", "1x 80 GiB"]), st.none() | FACTS), min_size=1, max_size=3))
+def test_what_is_said_of_a_device_is_what_the_arguments_say(said: list[tuple[str, dict[str, Any] | None]]) -> None:
+    names, facts = read_facts([name if own is None else (name, own) for name, own in said])
+    plain = read_fake([name for name, _ in said])
+    fake = read_fake(names)
+    assert fake is not None
+    assert plain is not None
+    assert fake.each == plain.each
+    sizes, counts = [each.memory for each in plain.each], [len(read_fake(name).each) for name, _ in said]
+    each = [own or {} for (_, own), count in zip(said, counts, strict=True) for _ in range(count)]
+    places = [torch.device("meta")] * len(each)
+    expected = [own.get("memory", size) for own, size in zip(each, sizes, strict=True)]
+    assert read_memory(None, places, facts, sizes) == read_memory(expected, places)
+    speeds = [own.get("speed") for own in each]
+    assert read_speeds(None, len(each), facts) == read_speeds(speeds, len(each))
+
+
+def test_a_plan_for_devices_with_their_speed_and_memory() -> None:
+    given = {"optimizer": "sgd", "chunks": 8}
+    pairs = made([("3GB", {"speed": 1}), ("2GB", {"speed": 0.5}), ("80GB", {"memory": "3GB"}), "3GB"], **given)
+    names = ["3GB", "2GB", "80GB", "3GB"]
+    assert pairs == made(names, speeds=[1, 0.5, None, None], memory=["3GB", "2GB", "3GB", "3GB"], **given)
+
+
+@pytest.mark.parametrize(
+    ("devices", "options", "message"),
+    [
+        ([("3GB", {"sped": 1})], {}, r"devices\[0\]: expected speed or memory, got 'sped'"),
+        (["3GB", ("3GB", {"speed": 0})], {}, r"devices\[1\]\['speed'\]: expected a positive, finite number, got 0"),
+        ([("3GB", {"memory": "1Gb"})], {}, r"devices\[0\]\['memory'\]: expected bytes.*got '1Gb'"),
+        ([("3GB", {"speed": 1})], {"speeds": [1]}, "speeds: expected None, since devices= says the speed"),
+        ([("3GB", {"memory": "1GB"})], {"memory": "2GB"}, "memory: expected None, since devices= says the memory"),
+        ("2x3GB", {"bandwidth": {(0, 2): "1GB"}}, r"bandwidth: expected pairs of the indices of two devices below 2"),
+        ("2x3GB", {"bandwidth": {(0, 0): "1GB"}}, r"got \(0, 0\)"),
+        ("2x3GB", {"bandwidth": {0: "1GB"}}, "got 0"),
+        ("2x3GB", {"bandwidth": {(0, 1): "1Gb"}}, r"bandwidth\[\(0, 1\)\]: expected bytes"),
+    ],
+)
+def test_wrong_devices_and_links(devices: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        made(devices, **options)

@@ -1,7 +1,7 @@
 """The search against trying everything, on made-up costs."""
 
 from dataclasses import replace
-from itertools import pairwise, permutations
+from itertools import combinations, pairwise, permutations
 
 import pytest
 from hypothesis import example, given, settings
@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 
 from gpipe._plan._arguments import MODES, SCHEDULES, placed, read_chunks
 from gpipe._plan._bytes import held
+from gpipe._plan._candidate import Space
 from gpipe._plan._costs import Measured
 from gpipe._plan._infeasible import explain, relaxations
+from gpipe._plan._links import Links, along, links
 from gpipe._plan._orders import MOST, orders
 from gpipe._plan._search import NEAR, search
 from gpipe.schedule import SPLITTING, checkpoint_stops, in_flight, named
-from gpipe.simulate import simulate
+from gpipe.simulate import Link, simulate
 from profiler import Profile
 
 from ..plans import everything, few, looped, measured_of, measurements, space_of
@@ -25,6 +27,15 @@ SIX = measured_of([(0.05, 10, 10, 10)] * 6, 2)
 FALLING = measured_of([(seconds, 10, 10, 10) for seconds in (2e-3, 2e-3, 2e-3, 1e-3, 1e-3)], 3)
 
 problems = measurements(most_layers=5)
+
+
+@st.composite
+def all_links(draw: st.DrawFn, devices: int) -> Links:
+    each = st.sampled_from([Link(), Link(1e-3, 1e6), Link(1e-3, 1e4)])
+    pairs = {pair: draw(each) for pair in combinations(range(devices), 2)}
+    return links(devices, lambda i, j: pairs[min(i, j), max(i, j)])
+
+
 rooms = st.sampled_from([0.99, 1.01, 1.1, 1.5, None])
 """Memory, in parts of the least with which anything fits."""
 
@@ -56,30 +67,38 @@ def test_nothing_that_fits_is_missed_and_nothing_is_faster(measured: Measured, r
 
 
 @settings(few, max_examples=15)
-@given(measurements(most_layers=5), st.data())
+@given(measurements(most_layers=4), st.data())
 def test_devices_that_differ(measured: Measured, data: st.DataObject):
     """In no order of the devices does anything fit that is missed, or that is faster."""
     each = st.tuples(st.sampled_from([0.6, 1.0, 1.5, None]), st.sampled_from([0.5, 1.0, 2.0]))
     given = data.draw(st.lists(each, min_size=measured.devices, max_size=measured.devices), label="memory and speeds")
     size = min(way.fullest for way in everything(space_of(measured)))
     memory = [None if share is None else int(share * size) for share, _ in given]
-    speeds = [speed for _, speed in given]
-    spaces = []
-    for order in orders([*zip(memory, speeds, strict=True)]):
-        there = replace(measured, speeds=tuple(speeds[k] for k in order), order=order)
-        spaces.append(replace(space_of(there), memory=there.ordered(memory)))
-    # Chosen by hand: each device once, in every order.
-    assert {tuple(space.measured.ordered(given)) for space in spaces} == {*permutations(given)}
-    every = [way for space in spaces for way in everything(space) if way.fits(space.memory)]
+    speeds, between = [speed for _, speed in given], data.draw(all_links(measured.devices), label="links")
+
+    def in_order(order: tuple[int, ...]) -> Space:
+        there = replace(
+            measured, speeds=tuple(speeds[k] for k in order), order=order, links=along(between, order), apart=True
+        )
+        return replace(space_of(there), memory=there.ordered(memory))
+
+    spaces = [in_order(order) for order in orders([*zip(memory, speeds, strict=True)], between)]
+    all_spaces = [in_order(order) for order in permutations(range(measured.devices))]
+    every = [way for space in all_spaces for way in everything(space) if way.fits(space.memory)]
     found = search(spaces)
     assert all(way.fits(way.costs.measured.ordered(memory)) for way in found) == bool(every)
     if every:
         assert found[0].seconds <= 1.02 * min(way.seconds for way in every)
 
 
-@given(st.lists(st.tuples(st.sampled_from([1, 2, 3]), st.sampled_from([1.0, 2.0])), min_size=1, max_size=9))
-def test_orders_of_devices(devices: list[tuple[int, float]]):
-    found = orders(devices)
+@given(st.lists(st.tuples(st.sampled_from([1, 2, 3]), st.sampled_from([1.0, 2.0])), min_size=1, max_size=9), st.data())
+def test_orders_of_devices(devices: list[tuple[int, float]], data: st.DataObject):
+    alike = links(len(devices), lambda i, j: Link())
+    found = orders(devices, alike)
+    differ = orders(devices, data.draw(all_links(len(devices))))
+    assert differ[0] == found[0]
+    assert len({*differ}) == len(differ) <= MOST
+    assert all(sorted(order) == [*range(len(devices))] for order in differ)
     named = [tuple(devices[k] for k in order) for order in found]
     assert named[0] == tuple(devices)
     assert len({*named}) == len(named) <= MOST
@@ -176,3 +195,13 @@ def test_a_stage_takes_its_layers_and_its_loss_once_and_what_is_computed_again(m
     never, always = (costs.stage_cost(0, 0, len(layers), mode) for mode in ("never", "always"))
     assert never.forward + never.backward == pytest.approx(work)
     assert always.forward + always.recompute + always.backward == pytest.approx(work + sum(forwards))
+
+
+@given(st.integers(1, 12), st.data())
+def test_neighbors_have_fast_links(count: int, data: st.DataObject):
+    """Of pairs of devices with a fast link to each other, wherever they are among the devices."""
+    fast, slow = Link(1e-5, 1e11), Link(1e-5, 1e9)
+    where = data.draw(st.permutations(range(2 * count)))
+    pairs = {frozenset(where[2 * k : 2 * k + 2]) for k in range(count)}
+    found = orders([(1, 1.0)] * (2 * count), links(2 * count, lambda i, j: fast if {i, j} in pairs else slow))
+    assert any(all(frozenset(order[2 * k : 2 * k + 2]) in pairs for k in range(count)) for order in found)

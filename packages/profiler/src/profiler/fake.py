@@ -20,7 +20,7 @@ from microbatch import Batch, map_tensors
 from streams import add_note
 
 from ._stand_in import Known, opaque, stand_in
-from .memory import attached, has_memory, held_bytes, is_plain
+from .memory import attached, has_memory, held_bytes, is_compressed, is_plain
 from .sandbox import tensors_of
 
 if TYPE_CHECKING:
@@ -94,14 +94,19 @@ def blank(x: torch.Tensor, mode: Mode) -> torch.Tensor:
         mode: the mode that creates the tensor. In a fake mode it needs no memory.
 
     Returns:
-        A tensor of the same shape, strides, dtype and ``requires_grad``; a parameter if `x` is one.
+        A tensor of the same shape, strides, dtype and ``requires_grad``; a parameter if `x` is one. It is dense if `x`
+        is sparse.
     """
     with mode:
         # Keep the strides, because a kernel that needs a different layout would save a copy.
-        y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu").zero_()
+        y = torch.empty_strided(x.shape, _strides(x), dtype=x.dtype, device="cpu").zero_()
         if isinstance(x, nn.Parameter):
             return nn.Parameter(y, requires_grad=x.requires_grad)
         return y.requires_grad_(x.requires_grad)
+
+
+def _strides(x: torch.Tensor) -> tuple[int, ...]:
+    return torch.empty(x.shape, device="meta").stride() if is_compressed(x) else x.stride()
 
 
 def blank_layer(layer: Layer, mode: Mode = _NO_MODE) -> Layer:

@@ -19,7 +19,19 @@ SPARSE_PARTS = {
 }
 """The methods that return the dense parts of a sparse tensor, by its layout."""
 
-__all__ = ["attached", "has_memory", "held_bytes", "is_plain", "owned_bytes"]
+__all__ = ["attached", "has_memory", "held_bytes", "is_compressed", "is_plain", "owned_bytes"]
+
+
+def is_compressed(tensor: Tensor) -> bool:
+    """Return whether `tensor` is sparse in a compressed layout, such as CSR, which has no storage and no strides.
+
+    Args:
+        tensor: a tensor or parameter.
+
+    Returns:
+        False for dense tensors, and for the sparse layout COO.
+    """
+    return tensor.layout in SPARSE_PARTS and tensor.layout is not torch.sparse_coo
 
 
 def is_plain(tensor: Tensor) -> bool:

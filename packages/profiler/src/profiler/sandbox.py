@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from microbatch import Batch
 
+from .memory import is_compressed
+
 __all__ = ["copied"]
 
 Layer = TypeVar("Layer", bound=nn.Module)
@@ -48,18 +50,22 @@ def copied(layer: Layer) -> Layer:
     # deepcopy rejects non-leaf tensors, such as the weight that `torch.nn.utils.weight_norm` computes in every forward
     # and stores in an attribute.
     detached: dict[int, Any] = {id(x): x.detach().clone() for x in tensors_of(layer) if x.grad_fn is not None}
-    detached |= {id(x): _duplicate(x) for x in tensors_of(layer) if is_traceable_wrapper_subclass(x)}
+    special = (x for x in tensors_of(layer) if is_traceable_wrapper_subclass(x) or is_compressed(x))
+    detached |= {id(x): _duplicate(x) for x in special}
     return copy.deepcopy(layer, detached)
 
 
 def _duplicate(x: Tensor) -> Tensor:
-    """A copy of an instance of a subclass; some libraries have ones that deepcopy refuses."""
+    """Copy a tensor that deepcopy may refuse: of a subclass, or in a compressed sparse layout."""
+    if is_compressed(x):
+        made = x.detach().clone()
+        return nn.Parameter(made, x.requires_grad) if isinstance(x, nn.Parameter) else made
     try:
         return copy.deepcopy(x)
     except RuntimeError:
         names, context = x.__tensor_flatten__()  # type: ignore[attr-defined]
         parts = {name: _duplicate(getattr(x, name)) for name in names}
-        made: Tensor = type(x).__tensor_unflatten__(parts, context, x.size(), x.stride())  # type: ignore[attr-defined]
+        made = type(x).__tensor_unflatten__(parts, context, x.size(), x.stride())  # type: ignore[attr-defined]
         return nn.Parameter(made, x.requires_grad) if isinstance(x, nn.Parameter) else made
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -38,6 +38,9 @@ MODES = ("never", "except_last", "always")
 OFFLOAD = "offload"
 """The checkpoint mode in which saved tensors are on the host."""
 
+COUNTED = re.compile(r"\s*(\d+)\s*x\s*(\S.*?)\s*")
+"""A number of hypothetical devices, and their name or memory."""
+
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([kKMGTP]?)(i?)B\s*")
 """A number and a unit with a capital B. A lowercase ``b`` could mean bits, and a bare 80 could mean 80 GB."""
 
@@ -54,6 +57,46 @@ def expect_rows(sample: Any) -> None:
 def listed_devices(devices: Any, model: nn.Module) -> Any:
     """Return ``devices``; a list if they are an iterator, which may be endless."""
     return [*islice(devices, 1 + sum(1 for _ in model.modules()))] if isinstance(devices, Iterator) else devices
+
+
+class Facts(NamedTuple):
+    """What the caller says of a device, besides its name."""
+
+    speed: float | None = None
+    memory: int | None = None
+
+
+def read_facts(devices: Any) -> tuple[Any, list[Facts]]:
+    """Return the devices without what the caller says of them, and that; an empty list if nothing is said.
+
+    >>> names, facts = read_facts([("2x24GB", {"speed": 0.5}), "80GB"])
+    >>> names, [each.speed for each in facts]
+    (['24GB', '24GB', '80GB'], [0.5, 0.5, None])
+    """
+    if not isinstance(devices, (list, tuple)) or not any(map(_has_facts, devices)):
+        return devices, []
+    names, facts = list[Any](), list[Facts]()
+    for j, each in enumerate(devices):
+        name, said = each if _has_facts(each) else (each, {})
+        match = COUNTED.fullmatch(name) if isinstance(name, str) else None
+        count, name = (int(match[1]), match[2]) if match else (1, name)
+        names += [name] * count
+        facts += [_facts(said, f"devices[{j}]")] * count
+    return names, facts
+
+
+def _has_facts(device: Any) -> bool:
+    return isinstance(device, (list, tuple)) and len(device) == 2 and isinstance(device[1], Mapping)
+
+
+def _facts(said: Mapping[str, Any], name: str) -> Facts:
+    if unknown := [key for key in said if key not in Facts._fields]:
+        raise ValueError(f"{name}: expected {' or '.join(Facts._fields)}, got {unknown[0]!r}")
+    speed, memory = said.get("speed"), said.get("memory")
+    return Facts(
+        None if speed is None else _read_speed(speed, f"{name}['speed']"),
+        None if memory is None else read_bytes(memory, f"{name}['memory']"),
+    )
 
 
 def rows_of(sample: Any) -> int:
@@ -91,10 +134,23 @@ def read_bytes(size: int | float | str, name: str = "memory") -> int:
     return round(found)
 
 
-def read_memory(memory: Any, devices: Sequence[torch.device]) -> list[int | None]:
-    """Return the limit of each device: as given, or by default the memory of a GPU, and None for other devices."""
+def read_memory(
+    memory: Any, devices: Sequence[torch.device], facts: Sequence[Facts] = (), sizes: Sequence[int] | None = None
+) -> list[int | None]:
+    """Return the limit of each device: as given, or by default its memory, and None for a CPU.
+
+    Args:
+        memory: the argument of ``plan``.
+        devices: the devices.
+        facts: what the caller says of each device, if anything.
+        sizes: the memory of hypothetical devices.
+    """
+    own = [each.memory for each in facts]
+    if memory is not None and any(size is not None for size in own):
+        raise ValueError(f"memory: expected None, since devices= says the memory of a device; got {memory!r}")
     if memory is None:
-        return [_all_of(device) for device in devices]
+        known = [_all_of(device) for device in devices] if sizes is None else sizes
+        return [default if size is None else size for size, default in zip(own or known, known, strict=True)]
     if isinstance(memory, (str, int, float)):
         return [read_bytes(memory)] * len(devices)
     given = listed("memory", memory, "a size, or a list with one per device", f"memory={['80GB'] * len(devices)!r}")
@@ -103,17 +159,25 @@ def read_memory(memory: Any, devices: Sequence[torch.device]) -> list[int | None
     return [None if size is None else read_bytes(size, f"memory[{j}]") for j, size in enumerate(given)]
 
 
-def read_speeds(speeds: Any, devices: int) -> list[float]:
-    """Return the speed of each device relative to the first."""
+def read_speeds(speeds: Any, devices: int, facts: Sequence[Facts] = ()) -> list[float | None]:
+    """Return the relative speed of each device; None where the caller says nothing."""
+    own = [each.speed for each in facts] or [None] * devices
+    if speeds is None:
+        return own
+    if any(speed is not None for speed in own):
+        raise ValueError(f"speeds: expected None, since devices= says the speed of a device; got {speeds!r}")
     given = listed("speeds", speeds, "a list with one number per device", f"speeds={[1.0] * devices!r}")
     if len(given) != devices:
         raise ValueError(f"speeds: expected one per device ({devices}), got {len(given)}")
-    for j, speed in enumerate(given):
-        if isinstance(speed, bool) or not isinstance(speed, (int, float)):
-            raise TypeError(f"speeds[{j}]: expected a number, got {speed!r}")
-        if not 0 < speed < float("inf"):
-            raise ValueError(f"speeds[{j}]: expected a positive, finite number, got {speed!r}")
-    return [speed / given[0] for speed in given]
+    return [None if speed is None else _read_speed(speed, f"speeds[{j}]") for j, speed in enumerate(given)]
+
+
+def _read_speed(speed: Any, name: str) -> float:
+    if isinstance(speed, bool) or not isinstance(speed, (int, float)):
+        raise TypeError(f"{name}: expected a number, got {speed!r}")
+    if not 0 < speed < float("inf"):
+        raise ValueError(f"{name}: expected a positive, finite number, got {speed!r}")
+    return float(speed)
 
 
 def _all_of(device: torch.device) -> int | None:

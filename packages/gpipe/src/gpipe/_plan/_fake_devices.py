@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from profiler import LayerProfile, Profile
 
-from ..timeline._hops import Link
-from ._arguments import is_size, read_bytes
+from ._arguments import COUNTED, is_size, read_bytes
+from ._links import Links, read_links
 
 _FLOPS_REACHED, _BANDWIDTH_REACHED = 0.4, 0.7
 """The approximate shares of the data sheet figures that training reaches."""
-
-LINK = Link(latency=10e-6, bandwidth=25e9)
-"""The default link between two devices, about PCI Express 4."""
 
 FAKE = "fake "
 """The prefix of the names of hypothetical devices."""
@@ -27,7 +23,6 @@ _KINDS = {
     "H200": (141 * 10**9, 989e12, 4.8e12),
 }
 _GENERIC = "A100"
-_SPEC = re.compile(r"\s*(\d+)\s*x\s*(\S.*?)\s*")
 
 
 class FakeDevice(NamedTuple):
@@ -47,10 +42,10 @@ class FakeDevice(NamedTuple):
 
 @dataclass(frozen=True)
 class FakeDevices:
-    """Hypothetical devices, and the link between two of them."""
+    """Hypothetical devices, and their links."""
 
     each: tuple[FakeDevice, ...]
-    link: Link
+    links: Links
 
 
 def read_fake(devices: Any, bandwidth: Any = None, latency: Any = None) -> FakeDevices | None:
@@ -68,18 +63,18 @@ def read_fake(devices: Any, bandwidth: Any = None, latency: Any = None) -> FakeD
     found = tuple(device for text in texts for device in _described(text))
     if not found:
         raise ValueError(f"devices: expected at least one, got {devices!r}")
-    return FakeDevices(found, _link(bandwidth, latency))
+    return FakeDevices(found, read_links(bandwidth, latency, len(found)))
 
 
 def _are_fake(texts: Any) -> bool:
     if not isinstance(texts, (list, tuple)) or not texts or not all(isinstance(text, str) for text in texts):
         return False
-    return all(_SPEC.fullmatch(text) or text.strip().upper() in _KINDS or is_size(text) for text in texts)
+    return all(COUNTED.fullmatch(text) or text.strip().upper() in _KINDS or is_size(text) for text in texts)
 
 
 def _described(text: str) -> list[FakeDevice]:
     """Return the devices with this name or memory, after an optional count."""
-    match = _SPEC.fullmatch(text)
+    match = COUNTED.fullmatch(text)
     count, name = (int(match[1]), match[2]) if match else (1, text.strip())
     if name.upper() in _KINDS:
         return [FakeDevice(name.upper(), *_KINDS[name.upper()])] * count
@@ -92,15 +87,6 @@ def _described(text: str) -> list[FakeDevice]:
             f"devices: expected a count with a memory size, such as '8x80GB', or with one of {known}, as in '8xH100'; "
             f"got {text!r}"
         ) from None
-
-
-def _link(bandwidth: Any, latency: Any) -> Link:
-    if latency is not None and (isinstance(latency, bool) or not isinstance(latency, (int, float))):
-        raise TypeError(f"latency: expected seconds, such as 5e-6; got {latency!r}")
-    return Link(
-        LINK.latency if latency is None else latency,
-        LINK.bandwidth if bandwidth is None else read_bytes(bandwidth, "bandwidth"),
-    )
 
 
 def estimated(profile: Profile, fake: FakeDevice) -> Profile:

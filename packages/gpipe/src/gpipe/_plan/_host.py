@@ -20,7 +20,7 @@ from ..schedule._loads import ROOM
 from ..schedule._named import BREADTH_FIRST
 from ._arguments import read_bytes
 from ._bytes import DeviceBytes
-from ._fake_devices import LINK
+from ._links import LINK
 
 if TYPE_CHECKING:
     from ._candidate import Candidate

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,9 +27,10 @@ from ._calibrate import UNSURE, calibrated, train
 from ._candidate import Candidate, Space, by_seconds
 from ._costs import Measured
 from ._data import Alternative, Expected, Prediction, layer_keys
-from ._fake_devices import LINK, FakeDevices, read_fake
+from ._fake_devices import FakeDevices, read_fake
 from ._host import NOTE, read_host, told
 from ._infeasible import expect_host, explain
+from ._links import described, measured_host_bandwidth
 from ._loss import read_loss
 from ._measure import measure
 from ._optimizer import optimizer_bytes
@@ -49,20 +50,20 @@ GUESSED = Expected(0.5, 1.0, 2.0)
 def plan(
     model: nn.Module,
     sample: Any,
-    devices: Iterable[Device] | str,
+    devices: Iterable[Device | tuple[Device, Mapping[str, Any]]] | str,
     *,
     target: Any = None,
     loss_fn: Callable[..., Any] | None = None,
     reduction: str | None = None,
     optimizer: str | float | type[Optimizer] | Optimizer = "adam",
     memory: int | str | Sequence[int | str | None] | None = None,
-    speeds: Sequence[float] | None = None,
+    speeds: Sequence[float | None] | None = None,
     chunks: int | Iterable[int] | None = None,
     checkpoint: str | None = None,
     schedule: str | None = None,
     profile: Profile | None = None,
     calibrate: bool = True,
-    bandwidth: float | str | None = None,
+    bandwidth: float | str | Mapping[tuple[int, int], float | str] | None = None,
     latency: float | None = None,
     offload: bool = False,
     host_memory: int | str | None = None,
@@ -86,7 +87,9 @@ def plan(
             contains the arguments.
         devices: one per stage, all of one type; or text such as ``"8x80GB"`` or ``["24GB", "2xA100"]`` for hypothetical
             devices. With text, nothing runs: the model may be on ``meta``, bytes are counted, and seconds are
-            estimated. The order of devices of different memory or speed is also searched; see ``plan.devices``.
+            estimated. A device may be a pair with its memory and relative speed, as in
+            ``[("cuda:0", {"speed": 1.0}), ("cuda:1", {"speed": 0.5, "memory": "12GB"})]``. If devices or their links
+            differ, their order is also searched; see ``plan.devices``.
         target, loss_fn, reduction: as for :meth:`gpipe.GPipe.step`. If it is not known how to combine the losses of
             micro-batches, the plan computes the loss once, on the outputs of the full mini-batch, under
             ``"fill_drain"``. Without ``loss_fn``, the model's own loss is used if its forward computes one; otherwise
@@ -96,8 +99,9 @@ def plan(
             optimizer or its class, or the bytes per trained parameter.
         memory: the limit of each device, in bytes or as text such as ``"24GiB"``; one for all devices, or a list. The
             default is the memory of a GPU or a hypothetical device, and no limit for a CPU.
-        speeds: the relative speed of each device, such as ``[1.0, 0.5]``. By default, GPUs with different names are
-            measured, hypothetical devices are estimated from their data sheets, and all others are equally fast.
+        speeds: the relative speed of each device, such as ``[1.0, 0.5]``, or None for the default: GPUs with different
+            names are measured, hypothetical devices are estimated from their data sheets, and all others are equally
+            fast.
         chunks, checkpoint, schedule: restrict the search to one or several numbers of chunks, one checkpoint mode for
             all stages, or one schedule. By default, ``checkpoint="offload"`` is searched on devices with their own
             memory, together with the other modes. By default or with ``schedule="search"``, the order of actions is
@@ -108,15 +112,15 @@ def plan(
         calibrate: whether to train a copy for some steps. This takes a few seconds, or about twenty steps if those take
             longer, and the memory of training. If False, ``plan.predicted.seconds`` is computed from the times of
             single layers.
-        bandwidth: bytes per second between two hypothetical devices, as a number or text such as ``"50GB"``; by default
-            25 GB/s.
+        bandwidth: bytes per second between two hypothetical devices, as a number or text such as ``"50GB"``, or for
+            some pairs of devices, as in ``{(0, 1): "100GB"}``; by default 25 GB/s. Links of GPUs are measured.
         latency: seconds per transfer between two hypothetical devices; by default 10 µs.
         offload: whether parameters are on the host, as in :class:`gpipe.GPipe`. The search then chooses the number of
             stages per device, with the schedule ``"looped_bfs"``.
         host_memory: the host's memory for saved tensors, and with ``offload`` for parameters, gradients and the
             optimizer's state, in bytes or as text such as ``"64GB"``; by default no limit.
         host_bandwidth: bytes per second between the host and each device, in each direction, as a number or text such
-            as ``"25GB"``; by default 25 GB/s. It is not measured.
+            as ``"25GB"``. By default, it is measured, and assumed to be 25 GB/s for hypothetical devices.
 
     Returns:
         The plan. ``print`` shows it, and ``.build(model)`` builds the pipe.
@@ -146,13 +150,15 @@ def plan(
     takes_output_alone(loss_fn, target)  # or raises
     target = None if target is None else replicated(target, "target")
     _arguments.expect_target(target, sample)
-    devices = _arguments.listed_devices(devices, model)
+    devices, facts = _arguments.read_facts(_arguments.listed_devices(devices, model))
     fake = read_fake(devices, bandwidth, latency)
     host = read_host(offload, host_memory, host_bandwidth)
     found = planned(model, sample, lambda most: len(read_places(devices, fake, most)))
     if not found.layers:
         raise ValueError("model: expected at least one layer, got none")
     places, given = (read_places(devices, fake, most) for most in (len(found.layers), _arguments.ALL))
+    if not fake and host_bandwidth is None and places[0].type != "cpu":
+        host = replace(host, bandwidth=measured_host_bandwidth(places))
     if not fake and (profile is None or calibrate):
         expect_data(model, "plan")
     request = Request(
@@ -166,8 +172,8 @@ def plan(
         schedule=schedule and schedule.lower(),
         chunks=chunks_to_search(chunks, sample, model),
         # Devices without a layer are not used, whatever is known of them.
-        memory=_arguments.read_memory(_sizes_of(fake) if fake and memory is None else memory, given)[: len(places)],
-        speeds=None if speeds is None else _arguments.read_speeds(speeds, len(given))[: len(places)],
+        memory=_arguments.read_memory(memory, given, facts, _sizes_of(fake) if fake else None)[: len(places)],
+        speeds=_arguments.read_speeds(speeds, len(given), facts)[: len(places)],
         modes=_arguments.read_modes(checkpoint, apart=places[0].type != "cpu"),
         optimizer=optimizer_bytes(optimizer, found.layers.values()),
         profile=read_profile(profile, found.names, timed=fake is None),
@@ -262,13 +268,13 @@ def _rehearsed(request: Request, way: Candidate) -> Candidate:
 
 
 def _source(request: Request, measured: Measured) -> str:
-    fake, profile, link = request.fake, measured.profile, f"links are assumed to send {LINK.bandwidth / 1e9:.4g} GB/s"
+    fake, profile, link = request.fake, measured.profile, f"links send {described(measured.links)}"
     if fake:
         figures = dict.fromkeys((each.flops / 1e12, each.bandwidth / 1e12) for each in fake.each)
         reached = " or ".join(f"{flops:.0f} TFLOP/s and {bandwidth:.2f} TB/s" for flops, bandwidth in figures)
         return (
             f"an estimate: nothing ran. Bytes are counted; seconds assume that training reaches a part of {reached}, "
-            f"and that links send {fake.link.bandwidth / 1e9:.4g} GB/s"
+            f"and that {link}"
         )
     rows = ", ".join(str(each.rows) for each in (*profile.others, profile))
     engine = f"the engine adds {measured.action * 1e6:.0f} µs per action and {measured.step * 1e6:.0f} µs per step"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 from torch import nn
@@ -17,18 +17,18 @@ from profiler.memory import held_bytes
 from ..balance._balance import intra_op_threads
 from ..engine._cores import usable
 from ..engine._loss_value import LossValue
-from ..timeline._hops import Link
 from ._arguments import rows_of
 from ._blocks import Training, is_whole, profile_blocks
 from ._candidate import Space
 from ._costs import Measured, SharedParameter
-from ._fake_devices import LINK, estimated
+from ._fake_devices import estimated
+from ._links import along, measured_links
 from ._loss import waiting
 from ._orders import orders
 from ._planned import Planned
 from ._rehearse import returns_sums
 from ._request import Request
-from ._speeds import at_full_speed, estimated_speeds, measured_speeds
+from ._speeds import at_full_speed, estimated_speeds, measured_speeds, relative
 
 SECONDS = 0.6
 """The seconds to profile layers per micro-batch size."""
@@ -49,7 +49,7 @@ def measure(request: Request) -> list[Space]:
     # On accelerators, work is queued ahead, so the overhead of the engine does not delay them.
     is_cpu, cores = place.type == "cpu", len(usable()) or os.cpu_count() or 1
 
-    between = Link() if is_cpu else request.fake.link if request.fake else LINK
+    between = request.fake.links if request.fake else measured_links(request.places)
 
     def of(order: tuple[int, ...], placement: tuple[int, ...], schedules: Sequence[str]) -> Space:
         measured = Measured(
@@ -60,7 +60,7 @@ def measure(request: Request) -> list[Space]:
             needs_gradient=any(tensor.requires_grad for tensor in tensors),
             apart=not is_cpu,
             placement=placement,
-            links=(Link(), *(Link() if before == own else between for before, own in pairwise(placement))),
+            links=along(between, [order[device] for device in placement]),
             action=ACTION if is_cpu else 0.0,
             step=STEP if is_cpu else 0.0,
             crowding=max(1.0, devices / cores) if is_cpu else 1.0,
@@ -73,7 +73,7 @@ def measure(request: Request) -> list[Space]:
         return Space(measured, request.chunks, schedules, request.modes, measured.ordered(request.memory))
 
     searched = [(each, waiting(names) if whole else names) for each, names in request.placements.items()]
-    of_devices = orders([*zip(request.memory, speeds, strict=True)])
+    of_devices = orders([*zip(request.memory, speeds, strict=True)], between)
     spaces = [of(order, placement, names) for order in of_devices for placement, names in searched if names]
     if not spaces:
         raise request.loss.refused(next(iter(request.placements.values()))[0])
@@ -103,9 +103,9 @@ def _profile(request: Request) -> tuple[Profile, bool, Sequence[float]]:
         real = measured_speeds(places, request.model.module) if request.fake is None else [1.0] * devices
         found, whole = (_layers if request.model.division is None else _blocks)(request, real)
     if request.fake is None:
-        return found, whole, request.speeds or real
+        return found, whole, relative(request.speeds, real)
     each = request.fake.each[:devices]
-    speeds = request.speeds or estimated_speeds(found, each)
+    speeds = relative(request.speeds, estimated_speeds(found, each))
     is_timed = all(layer.seconds is not None for layer in found)
     return found if is_timed else estimated(found, each[0]), whole, speeds
 

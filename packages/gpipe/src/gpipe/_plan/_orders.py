@@ -1,10 +1,12 @@
-"""The orders of devices to search, if the devices differ."""
+"""The orders of devices to search, if the devices or their links differ."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import permutations
+from itertools import pairwise, permutations
+
+from ._links import Links
 
 MOST = 6
 """The most orders to search: all of two kinds of devices among four, and all of three devices."""
@@ -12,34 +14,70 @@ MOST = 6
 _FEW = 6
 """The most devices whose orders are enumerated."""
 
+_SIZE = 2**20
+"""The bytes of a transfer by whose seconds links are compared."""
+
 Device = tuple[int | None, float]
 """The limit of its memory in bytes, if any, and its relative speed."""
 
+Order = tuple[int, ...]
 
-def orders(devices: Sequence[Device]) -> list[tuple[int, ...]]:
+
+def orders(devices: Sequence[Device], links: Links) -> list[Order]:
     """Return orders of the devices, as tuples of their indices; the given order is first.
 
-    Equal devices are not exchanged. If there are more than :data:`MOST` orders, devices are sorted by memory and speed.
+    Equal devices with equal links are not exchanged. If there are more than :data:`MOST` orders, devices are sorted by
+    memory and speed, and one order has the fastest links between neighbors.
 
-    >>> orders([(24, 1.0), (12, 1.0)])
+    >>> from ._links import LINK, links
+    >>> orders([(24, 1.0), (12, 1.0)], links(2, lambda i, j: LINK))
     [(0, 1), (1, 0)]
-    >>> orders([(24, 1.0), (24, 1.0)])
+    >>> orders([(24, 1.0), (24, 1.0)], links(2, lambda i, j: LINK))
     [(0, 1)]
     """
     given = tuple(range(len(devices)))
-    if len({*devices}) == 1:
+    if len({*devices}) == 1 and _are_alike(links):
         return [given]
     if len(devices) <= _FEW:
-        every = _distinct(devices, permutations(given))
+        every = _distinct(devices, links, permutations(given))
         if len(every) <= MOST:
             return every
     by_memory = sorted(given, key=lambda k: math.inf if (room := devices[k][0]) is None else room)
     by_speed = sorted(given, key=lambda k: devices[k][1])
-    return _distinct(devices, [given, by_memory[::-1], by_memory, by_speed[::-1], by_speed])
+    sorts = [by_memory[::-1], by_memory, by_speed[::-1], by_speed]
+    return _distinct(devices, links, [given, *sorts, _shortest(links)])
 
 
-def _distinct(devices: Sequence[Device], found: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:
-    first: dict[tuple[Device, ...], tuple[int, ...]] = {}
+def _distinct(devices: Sequence[Device], links: Links, found: Iterable[Sequence[int]]) -> list[Order]:
+    first: dict[object, Order] = {}
     for order in found:
-        first.setdefault(tuple(devices[k] for k in order), tuple(order))
+        between = tuple(links[i][j] for i, j in pairwise(order))
+        first.setdefault((tuple(devices[k] for k in order), between), tuple(order))
     return [*first.values()]
+
+
+def _are_alike(links: Links) -> bool:
+    return len({link for i, each in enumerate(links) for j, link in enumerate(each) if i != j}) <= 1
+
+
+def _shortest(links: Links) -> Order:
+    """Return an order with fast links between neighbors: of few devices, the fastest ones."""
+    given = tuple(range(len(links)))
+    if _are_alike(links):
+        return given
+    if len(links) <= _FEW:
+        return min(permutations(given), key=lambda order: _seconds(order, links))
+    return min((_nearest(first, links) for first in given), key=lambda order: _seconds(order, links))
+
+
+def _nearest(first: int, links: Links) -> Order:
+    """Return the order in which each next device has the fastest link to the one before."""
+    order, left = [first], {*range(len(links))} - {first}
+    while left:
+        order.append(min(sorted(left), key=lambda k: links[order[-1]][k](_SIZE)))
+        left.discard(order[-1])
+    return tuple(order)
+
+
+def _seconds(order: Order, links: Links) -> float:
+    return sum(links[i][j](_SIZE) for i, j in pairwise(order))

@@ -31,7 +31,7 @@ class Request:
         schedule: the requested schedule; None to search.
         chunks: the numbers of micro-batches to search.
         memory: the limit of each device in bytes; None for no limit.
-        speeds: the speed of each device, relative to the first; None if the caller does not say.
+        speeds: the relative speed of each device; None if the caller does not say.
         modes: the checkpoint modes to search.
         optimizer: the bytes of the optimizer's state per layer.
         profile: the caller's profile of the layers, if any.
@@ -48,7 +48,7 @@ class Request:
     schedule: str | None
     chunks: Sequence[int]
     memory: Sequence[int | None]
-    speeds: Sequence[float] | None
+    speeds: Sequence[float | None]
     modes: Sequence[str]
     optimizer: Sequence[int]
     profile: Profile | None

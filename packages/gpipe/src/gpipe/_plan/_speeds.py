@@ -51,6 +51,16 @@ def _seconds(device: torch.device, dtype: torch.dtype) -> float:
     return time.perf_counter() - begin
 
 
+def relative(given: Sequence[float | None], known: Sequence[float]) -> list[float]:
+    """Return the speeds relative to the first, as the caller passed them, or else as known.
+
+    >>> relative([2.0, None, 1.0], known=[1.0, 0.5, 1.0])
+    [1.0, 0.5, 0.5]
+    """
+    first = 1.0 if given[0] is None else given[0]
+    return [speed if own is None else own / first for own, speed in zip(given, known, strict=True)]
+
+
 def at_full_speed(profile: Profile, speeds: Sequence[float]) -> Profile:
     """Return the profile of a device with a speed of one, if each layer was measured on one with these ``speeds``.
 
