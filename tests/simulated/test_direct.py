@@ -179,7 +179,7 @@ EARLY = Fault("a step ends before all has come over the wires", WIRES, "wait_eve
 
 
 @pytest.mark.parametrize("fault", [None, EARLY], ids=str)
-def test_only_the_end_of_a_step_waits_for_what_has_come(worlds, fault: Fault | None):
+def test_step_end_waits_for_received_tensors(worlds, fault: Fault | None):
     assert worlds(2).run(_ready_after_a_step, fault) == [[False, fault is None]] * 2
 
 
@@ -241,7 +241,7 @@ SENT, RECEIVED = [
 
 
 @pytest.mark.parametrize(("fault", "waits"), [(None, [False] * 2), (SENT, [True, False]), (RECEIVED, [False, True])])
-def test_a_stage_and_its_wires_go_on_meanwhile(worlds, fault: Fault | None, waits: list[bool]):
+def test_stage_and_wires_run_concurrently(worlds, fault: Fault | None, waits: list[bool]):
     """A stage does not wait for its sends to finish, and receiving does not wait for the stage's computation."""
     assert worlds(2).run(_waits, fault) == waits
 

@@ -351,10 +351,10 @@ def table() -> str:
     found: list[tuple[Fault, object]] = [
         *FAULTS,
         *((fault, "two ranks, step under 1f1b") for fault, _ in test_direct.FAULTS),
-        (test_direct.EARLY, "only the end of a step waits for what has come"),
+        (test_direct.EARLY, "step end waits for received tensors"),
         (test_direct.ELSEWHERE, "a process uses its own devices alone"),
-        (test_direct.SENT, "a stage and its wires go on meanwhile"),
-        (test_direct.RECEIVED, "a stage and its wires go on meanwhile"),
+        (test_direct.SENT, "stage and wires run concurrently"),
+        (test_direct.RECEIVED, "stage and wires run concurrently"),
     ]
     rows = [f"| {fault.name} | {_place(fault)} | {case} |" for fault, case in found]
     head = ["| what is wrong | where | the case, or the test, that finds it |", "|---|---|---|"]
