@@ -64,7 +64,7 @@ class Contender:
         return ", ".join(part for part in parts if part)
 
     def keeping_memory(self) -> Contender:
-        """The same, and the allocator keeps freed memory."""
+        """Return the same contender with an allocator that keeps freed memory."""
         return replace(self, keep_memory=True)
 
 
@@ -83,7 +83,7 @@ def contenders(task: Task, *, quarters: bool) -> list[Contender]:
     steps = [Contender("gpipe", schedule=name) for name in schedules]
     # torchrun starts each rank with one thread, so there is no second variant.
     distributed = [Contender("distributed", schedule=name) for name in schedules]
-    # It has no checkpointing of its own: each stage is wrapped in torch.utils.checkpoint.
+    # It has no checkpointing, so each stage is wrapped in torch.utils.checkpoint.
     distributed.append(Contender("distributed", "always", "fill_drain"))
     kept = [one.keeping_memory() for one in (LOOP, TWO_LOOPS, Contender("gpipe"))]
     return [*BASELINES, *ours, *steps, *_in_both_ways(CHECKPOINTS), *distributed, *kept]

@@ -124,7 +124,7 @@ def _rounds(steps: dict[tuple[str, str], Step], rounds: int) -> dict[tuple[str, 
 
 
 def _seconds(step: Step, count: int) -> float:
-    """From before the first launch until the GPU is done, a step."""
+    """Return the time per step, from before the first launch until the GPU has finished."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(count):

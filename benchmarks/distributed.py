@@ -50,7 +50,7 @@ def build(model: nn.Sequential, batch: Tensor, workload: Workload, contender: Co
 def place() -> int:
     """This process's place, among two that keep their connection from task to task."""
     if not dist.is_initialized():
-        bind_to_share(int(os.environ["RANK"]), 2)  # before gloo starts threads of its own
+        bind_to_share(int(os.environ["RANK"]), 2)  # before gloo starts its threads
         dist.init_process_group("gloo")
     return dist.get_rank()
 

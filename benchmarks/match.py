@@ -1,4 +1,4 @@
-"""A match: all contenders do one task in turns, each in a process of its own."""
+"""A match: all contenders do one task in turns, each in its own process."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def _turn(process: Process, steps: int) -> tuple[float, float]:
 
 
 def _span(ranks: tuple[Step, ...]) -> float:
-    """From when all ranks are through the barrier until the last of them is done."""
+    """Return the time from when all ranks pass the barrier until the last one finishes."""
     return max(step.end for step in ranks) - max(step.start for step in ranks)
 
 

@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 
 class Step(NamedTuple):
-    """A step in a process of its own: when it began and ended, on the clock that all processes share."""
+    """A step in a separate process: its start and end, on the clock shared by all processes."""
 
     start: float
     end: float

@@ -149,7 +149,7 @@ def _resident(options: argparse.Namespace) -> Table:
     headings = ("library", "schedule", "checkpoint", *(f"{task.workload}, m={task.chunks}" for task in tasks))
     caption = f"MiB above what the process had before its first step, the most of {rules.rounds + 3} steps"
     table = Table("memory.md", "footprint", caption, headings, left=3)
-    # Each task has fresh processes: what one leaves to the allocator is no memory of the next.
+    # Each task uses fresh processes, so that memory cached by the allocator does not count for the next one.
     columns = [_column(task, field, rules) for task in tasks]
     for contender in field:
         table.add(*contender.columns, *(_cell(column[contender], table) for column in columns))

@@ -172,7 +172,7 @@ def _predictions(quick: bool) -> Report:
 def _verified(name: str, calibrate: bool, given: dict[str, Any]) -> tuple[Any, Any] | None:
     torch.manual_seed(0)
     case = CASES[name]()
-    # A function around it is no loss of torch: without reduction= it is computed once.
+    # A function around torch's loss is not recognized: without reduction= it is computed once.
     loss = {"loss_fn": lambda output, target: case.loss(output, target), **MEAN, **given}
     plan = gpipe.plan(case.model, case.x, ["cpu"] * 2, target=case.y, calibrate=calibrate, **loss)
     pipe = plan.build(case.model)

@@ -40,7 +40,7 @@ class Failure(Exception):  # noqa: N818
 
 
 class Process:
-    """The parent's end. Once `failure` says why, nothing more is asked of it."""
+    """The parent's end. After a `failure`, no more commands are sent."""
 
     def __init__(self, contender: Contender, folder: Path, *, limit: float, pin: bool = True) -> None:
         self.contender, self.limit = contender, limit
@@ -158,7 +158,7 @@ class Process:
 
 
 def _environment(contender: Contender, pin: bool) -> dict[str, str]:
-    """The caller's own, so that a process has the threads and the allocator of its user, unless a contender asks."""
+    """Return the caller's environment, with its threads and allocator, except for settings of the contender."""
     own = {"GPIPE_PIN_WORKERS": str(int(pin)), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     threads = {} if contender.threads is None else {"OMP_NUM_THREADS": str(contender.threads)}
     return {**os.environ, **own, **threads}

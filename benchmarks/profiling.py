@@ -127,7 +127,7 @@ def compare(table: Table, make: Callable[[], Model], partitions: int, repeats: i
 
 
 def _large() -> Table:
-    """A Sequential of 70 billion parameters, which have no memory."""
+    """Measure a Sequential with 70 billion parameters on the meta device."""
     with torch.device("meta"):
         block = [nn.TransformerEncoderLayer(8192, 64, 28672, batch_first=True) for _ in range(95)]
         model = nn.Sequential(nn.Embedding(32000, 8192), *block, nn.Linear(8192, 32000))

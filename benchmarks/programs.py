@@ -1,4 +1,4 @@
-"""The same training step in each library, as something to call. Runs in the contender's own process.
+"""The same training step in each library, as a callable. Runs in the contender's own process.
 
 python -m benchmarks.programs gpipe always        # milliseconds of the first two steps in this interpreter
 """
@@ -265,7 +265,7 @@ def named_results(program: Program, output: Tensor | None) -> dict[str, Tensor]:
     """Return the results compared between libraries: gradients of parameters after training, otherwise the output."""
     if output is not None:
         return {"output": output.detach()}
-    # torchgpipe and fairscale put each layer that skips into a module of their own.
+    # torchgpipe and fairscale wrap each layer that skips in a module.
     found = program.module.named_parameters()
     return {name.replace(".module.", "."): _whole(p.grad) for name, p in found if p.grad is not None}
 

@@ -1,4 +1,4 @@
-"""The same training step of the same model, as a user would write it with each tool.
+"""The same training step of the same model with each tool, as a user would write it.
 
 Each function takes a Hugging Face model and a batch, and returns a step and the trained module. All but the plain one
 differ from the plain one in the lines that a user has to change; docs/benchmarks/alternatives.md shows and counts them.

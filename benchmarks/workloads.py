@@ -188,7 +188,7 @@ def gpt2(width: int, blocks: int, _: Skips) -> nn.Sequential:
 
 
 class LlamaBlock(nn.Module):
-    """A block of Llama that takes a tensor and gives one; it has rotary embeddings of its own."""
+    """A block of Llama that maps a tensor to a tensor, with its own rotary embeddings."""
 
     def __init__(self, config: Any, k: int, length: int) -> None:
         super().__init__()

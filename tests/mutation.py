@@ -120,7 +120,7 @@ def _made(file: Path, tree: ast.AST, place: Place, variant: ast.AST) -> Mutant:
 
 
 def _places(parent: ast.AST) -> Iterator[Place]:
-    """Every statement and expression that does something, and where it stands."""
+    """Yield every statement and expression that affects behavior, with its parents."""
     for field, value in ast.iter_fields(parent):
         if field in ("annotation", "returns", "decorator_list", "bases", "type_params"):
             continue

@@ -38,7 +38,7 @@ def modules(package: str) -> Iterator[Any]:
 
 
 def functions(package: str) -> dict[str, Function]:
-    """The public functions, and those methods of public classes that say something of their own."""
+    """Return public functions, and methods of public classes that have their own docstring."""
     found: dict[str, Function] = {}
     for module in modules(package):
         for name in module.__all__:
@@ -72,7 +72,7 @@ def parameters(function: Function) -> list[str]:
 
 
 def section(function: Function, name: str) -> str:
-    """The text of a section of the docstring, without the indentation; empty if there is none."""
+    """Return the text of a section of the docstring, dedented; empty if it does not exist."""
     found = re.search(rf"^{name}:\n((?:    .*\n?|\n)*)", inspect.getdoc(function) or "", re.M)
     return textwrap.dedent(found[1]) if found else ""
 

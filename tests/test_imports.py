@@ -96,7 +96,7 @@ def is_offered(used: str) -> bool:
 
 
 OF_TORCH = {*dir(nn.Module()), *dir(torch.Tensor)}
-"""Such as ``_modules`` and ``_version``, which have no public form."""
+"""Private names such as ``_modules`` and ``_version``, which have no public equivalent."""
 
 
 @each_package

@@ -12,7 +12,7 @@ def folders(root: Path, pattern: str) -> set[str]:
 
 
 def modules() -> dict[str, set[str]]:
-    """For each name of a module, without a leading underscore, the folders that have one; "" is the top."""
+    """Map each module name, without leading underscores, to the folders that have it; "" is the top."""
     found: dict[str, set[str]] = {}
     for path in SOURCES.rglob("*.py"):
         inside = path.relative_to(SOURCES).parts

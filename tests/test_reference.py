@@ -22,7 +22,7 @@ def texts_in_sources() -> Iterator[str]:
 
 
 def variables_read() -> set[str]:
-    """Names of our own, however they are read, and whatever is read from the environment by a name in place."""
+    """Return the names of our environment variables, and of others that are read by a literal name."""
     direct = re.compile(r"environ(?:\.get\(|\[)\"(\w+)\"|getenv\(\"(\w+)\"")
     files = (ROOT / "packages").glob("*/src/**/*.py")
     named = {

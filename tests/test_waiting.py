@@ -1,4 +1,4 @@
-"""Every thread, lock and queue of the packages is made by ``streams.waiting``, so that tests can decide who runs."""
+"""The packages create every thread, lock and queue by ``streams.waiting``, so that tests can control scheduling."""
 
 import ast
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Every class of transformers that computes a loss of words, made small: the table of docs/models-tried.md.
+"""Every class of transformers with a loss over words, in small: the table of docs/models-tried.md.
 
 python -m tests.frameworks.every_class                            # rewrites it: a quarter of an hour
 python -m tests.frameworks.every_class LlamaForCausalLM BertForMaskedLM   # these classes only

@@ -89,7 +89,7 @@ def test_mixed_precision() -> None:
 
 
 def parallel() -> None:
-    """One of two processes, with rows of its own."""
+    """Run one of two processes, with its own rows."""
     torch.set_num_threads(1)
     accelerator = accelerate.Accelerator(cpu=True)
     model = network()

@@ -35,7 +35,7 @@ def piped(model: nn.Module, **options: Any) -> GPipe:
 
 
 def total(output: Any) -> Tensor:
-    """A loss of the model's own, and of everything else that it returns."""
+    """Add to the model's loss one of everything else that it returns."""
     others = [each for each in _pytree.tree_leaves({**output}) if isinstance(each, Tensor) and each.requires_grad]
     return sum((each.square().mean() for each in others), output["loss"])  # type: ignore[return-value]
 

@@ -23,7 +23,7 @@ class Perceptron(nn.Module):
 
 
 class Named(nn.Module):
-    """No list: each block is an attribute with a name of its own."""
+    """No list: each block is a separate attribute."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -31,12 +31,12 @@ def load() -> ModuleType:
 
 
 def compiler() -> str | None:
-    """The path of the compiler that would be used; None if there is none."""
+    """Return the path of the compiler to use, or None."""
     return shutil.which(os.environ.get("CXX") or "c++")
 
 
 def _cache() -> Path:
-    """A folder of its own for whatever the result depends on."""
+    """Return a folder that is unique to everything the build depends on."""
     content = hashlib.sha256("\n".join([torch.__version__, sys.version, *FLAGS]).encode())
     for file in sorted(SOURCE.iterdir()):
         content.update(file.read_bytes())

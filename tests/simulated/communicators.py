@@ -28,7 +28,7 @@ from . import accelerator
 NAME = "simulated_ccl"
 
 FOREIGN = 0xAB
-"""Each byte of memory in which something is to come."""
+"""The value of every byte of memory that is waiting for data."""
 
 _LONG = timedelta(minutes=10)
 

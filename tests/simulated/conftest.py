@@ -33,7 +33,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(autouse=True)
 def in_order() -> Iterator[None]:
-    """Every test ends without a race that it did not ask for."""
+    """Check that each test ends without an unexpected race."""
     if build.compiler() is None:
         pytest.skip("no simulated accelerator here: no C++ compiler (c++, or the one that CXX names) is on the path")
     gc.collect()  # else a worker may free leftovers of the previous test, unordered with their last use

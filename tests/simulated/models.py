@@ -71,7 +71,7 @@ def reduction_of(loss_fn: Callable[..., Any]) -> str | None:
 
 
 def counted_squares(output: Tensor, target: Any = None) -> LossSum:
-    """The same, and a count for each micro-batch; these add up to one."""
+    """Return the same with a count per micro-batch; the counts add up to one."""
     return LossSum(squares(output), torch.full((), len(output) / ROWS, device=output.device))
 
 

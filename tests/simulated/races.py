@@ -45,7 +45,7 @@ class Races:
 
 
 def line_of_caller() -> str:
-    """The innermost line of this repository on this thread, outside of the simulator; autograd's threads have none."""
+    """Return the innermost line of this repository on this thread, outside the simulator. Autograd threads have none."""
     for frame in _frames(sys._getframe(1)):
         code = frame.f_code
         if _is_ours(Path(code.co_filename)):

@@ -1,4 +1,4 @@
-"""Any placement, any schedule that is valid, and workers held up anywhere: no races, and as the plain model."""
+"""Any placement and valid schedule, with workers delayed anywhere: no races, and the plain model's results."""
 
 import copy
 import random

@@ -62,7 +62,7 @@ class Ranks(NamedTuple):
         return Rank(copy.deepcopy(plain), sizes, **{**own, **options})
 
     def pipe(self, plain: nn.Sequential, **options: Any) -> GPipe:
-        """The same, all of it in this process."""
+        """Return a pipe with the same placement in this process."""
         places = [accelerator.device(each) for each in self.devices]
         sizes = balance(len(plain), len(places))
         return GPipe(copy.deepcopy(plain), sizes, devices=places, chunks=3, **options)
@@ -126,7 +126,7 @@ def _expect_of_all_rows(ranks: Ranks, checkpoint: str) -> None:
 def expect_alike(
     rank: Rank, pipe: GPipe, schedule: str | None = "1f1b", steps: int = 1, loss_fn: Callable[..., Any] = squares
 ) -> None:
-    """The same losses and gradients, bit for bit."""
+    """Losses and gradients are equal bit for bit."""
     options = {"loss_fn": loss_fn, "reduction": reduction_of(loss_fn), "schedule": schedule}
     rank.zero_grad()
     pipe.zero_grad()
@@ -209,13 +209,13 @@ ELSEWHERE = Fault("a wire opens on the current device", WIRES,
 
 @pytest.mark.parametrize(("fault", "more"), [(None, set()), (ELSEWHERE, {0})], ids=str)
 def test_a_process_uses_its_own_devices_alone(fault: Fault | None, more: set[int]):
-    """And not the current one, where a context would take memory of a GPU for nothing."""
+    """The current device is not used, as a context would waste memory of a GPU."""
     with world(2) as opened:
         assert opened.run(_contexts, fault) == [[{1} | more, {1, 2} | more], [{2} | more, {1, 2} | more]]
 
 
 def _contexts(fault: Fault | None) -> list[set[int]]:
-    """The devices that this process uses: with a rank of its own, and then with a pipe on two devices."""
+    """Return the devices that this process uses: after a run of its rank, and after a pipe on two devices."""
     ranks = Ranks([0, 1], [1, 2], 4)
     with nullcontext() if fault is None else planted(fault):
         ranks.rank(model()).step(rows(), loss_fn=squares, reduction="sum")

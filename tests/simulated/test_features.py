@@ -31,7 +31,7 @@ def counted(output: Tensor, target: Tensor) -> LossSum:
 
 
 def values(x: Tensor) -> Any:
-    """From a tensor to a tuple with integers, None, and a tensor that needs no grad."""
+    """Return a tuple with integers, None, and a tensor that requires no grad."""
     return (x.detach() * 3).long(), None, x * 1, x.detach() > 0
 
 
@@ -151,7 +151,7 @@ def test_steps_with_a_loss_of_all_rows(name: str, placement: str, mode: str, inl
     ("name", "placement", "mode", "inline"), some_of(MODELS, CROSSING, ["never", "always"], [False, True], every=7)
 )
 def test_calls(name: str, placement: str, mode: str, inline: bool):
-    """Forward on streams of one's own, backward on others; then without grad."""
+    """The forward is on new streams, and the backward on different ones; then without grad."""
     pipe, oracle = pair(made(MODELS[name]), placement, mode)
 
     def used(pipe: GPipe) -> list[Tensor]:

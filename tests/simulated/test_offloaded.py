@@ -79,7 +79,7 @@ def trains_within(pipe: GPipe, size: int, how: str) -> bool:
 @pytest.mark.parametrize("how", ["call", "step"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_device_holds_two_stages_at_a_time(mode: str, how: str):
-    """And the gradient of one; the rest are activations, which are small here."""
+    """It also holds one stage's gradient, and activations, which are small here."""
     pipe = eight_layers(checkpoint=mode, offload=True)
     assert trains_within(pipe, 5 * LAYER, how)
     assert not trains_within(pipe, 2 * LAYER, how)

@@ -68,7 +68,7 @@ ROWS, WIDTH, DEPTH, CHUNKS = 16, 64, 6, 8
 
 
 class Row(nn.Module):
-    """The same layers as :func:`deep`, called by a forward of the model's own."""
+    """The same layers as in :func:`deep`, called by the model's own forward."""
 
     def __init__(self, blocks: nn.Sequential) -> None:
         super().__init__()

@@ -33,7 +33,7 @@ class Trunk(nn.Module):
 
 
 class Model(nn.Module):
-    """The weight of its head is the embedding's, on the first device, or one of its own on the last."""
+    """The head's weight is the embedding's, on the first device, or a separate one on the last."""
 
     def __init__(self, *, tied: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Every partition and placement there is, in rational arithmetic: slow, obvious, right."""
+"""Brute force over all partitions and placements, in rational arithmetic: slow, obvious, right."""
 
 import math
 from collections.abc import Iterator

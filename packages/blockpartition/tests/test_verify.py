@@ -37,7 +37,7 @@ def test_no_witness_proves_a_worse_partition(problem, data):
 
 @given(problems(max_size=6), st.sampled_from([field.name for field in fields(Partition)]), ODDITIES)
 def test_no_field_can_be_forged(problem, name, value):
-    """Whatever stands in a field: verify returns only if the field is true, and raises nothing unforeseen."""
+    """For any value of a field, verify returns only if it is true, and raises only the documented errors."""
     costs, k = problem
     honest = partition(costs, k)
     forged = replace(honest, **{name: value})
@@ -103,7 +103,7 @@ def test_an_accepted_placement_is_optimal(problem, objective, data):
 
 @given(placings(max_layers=6))
 def test_what_does_not_fit_is_refused(problem):
-    """However fast it would be."""
+    """However fast it would be, it is rejected."""
     roomy = replace(problem, stages=[replace(stage, capacity=None) for stage in problem.stages])
     found = roomy.placed()
     if found is not None and accepted(found, problem.costs, problem.stages, **problem.constraints):
@@ -117,7 +117,7 @@ def test_what_does_not_fit_is_refused(problem):
     ODDITIES,
 )
 def test_no_field_of_a_placement_can_be_forged(problem, name, objective, value):
-    """Whatever stands in a field: verify returns only if the field is true, and raises nothing unforeseen."""
+    """For any value of a field, verify returns only if it is true, and raises only the documented errors."""
     honest = problem.placed(objective=objective)
     if honest is None:
         return

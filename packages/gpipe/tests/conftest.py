@@ -23,7 +23,7 @@ def small_tensors_move() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def short_measurements() -> Iterator[None]:
-    """Layers of tests take microseconds, or far longer than the others: a few rounds tell, instead of a second."""
+    """Measure a few rounds instead of a second, since test layers take microseconds, or far longer than the rest."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(of_plans, "SECONDS", 0.02)
         patched.setitem(of_blocks.measured.__kwdefaults__, "timeout", 0.2)

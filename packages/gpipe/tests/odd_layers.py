@@ -56,7 +56,7 @@ STATES: dict[str, tuple[Any, Callable[[Any], tuple[Any, float]]]] = {
     "dict anew": ({"calls": 1}, lambda v: ({"calls": v["calls"] + 1}, v["calls"] / 4)),
     "tensor": (torch.ones((), dtype=DOUBLE), lambda v: (v * 1.25, float(v))),
 }
-"""For each kind of state: the first one, and for any the next one and the factor that it stands for."""
+"""For each kind of state: an initial value, and a function that returns the next value and the current factor."""
 
 
 def attribute(s: Odd, x: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ def space_of(measured: Measured, memory: int | None = None) -> Space:
 
 
 def looped(space: Space) -> list[Space]:
-    """The same model on these devices, with two stages on each."""
+    """Return the same model on these devices, with two stages on each."""
     measured, (link, *_) = space.measured, space.measured.links[1:] or [Link()]
     placements = placed(SCHEDULES, measured.devices, measured.layers)
     return [
@@ -104,7 +104,7 @@ def links_of(placement: Sequence[int], link: Link) -> tuple[Link, ...]:
 
 
 def everything(space: Space) -> Iterator[Candidate]:
-    """Every way to train in a space, replayed."""
+    """Replay every candidate of a space."""
     n, k = space.measured.layers, space.measured.stages
     for chunks in space.chunks:
         costs = space.measured.cut(chunks)

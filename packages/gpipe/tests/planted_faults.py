@@ -133,7 +133,7 @@ def kept(what: Callable[[Tensor], Any]) -> Fault:
 
 
 def kept_outside(what: Callable[[Tensor], Any], put: Callable[[Any], object], get: Callable[[], Any]) -> Fault:
-    """The same where no copy of the model copies it."""
+    """Return the same fault with state that a copy of the model does not include."""
     keeps = Layer(lambda s, x: (put(what(x)), x.tanh())[1])
     return Fault(nn.Sequential(linear(), keeps, Layer(lambda s, x: x + get()), linear()), rows())
 

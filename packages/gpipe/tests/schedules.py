@@ -1,4 +1,4 @@
-"""Any schedule at all: the steps of a training step in some order that respects what they need."""
+"""Random schedules: the steps of a training step in any order that respects their requirements."""
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain, cycle, pairwise, product
@@ -42,7 +42,7 @@ Scheduled = tuple[Schedule, int, list[int]]
 """A schedule, its micro-batches, and the worker of each stage."""
 
 Needs = dict[Step, set[Step]]
-"""For each step, the steps that come before it."""
+"""For each step, the steps that must precede it."""
 
 
 def some_schedule(
@@ -169,7 +169,7 @@ def names(draw: st.DrawFn) -> tuple[str, list[int]]:
 
 @st.composite
 def scheduled(draw: st.DrawFn) -> Scheduled:
-    """Any schedule with a name, some of its backwards split; its micro-batches, and the worker of each stage."""
+    """Draw a named schedule with some backwards split, its micro-batches, and the worker of each stage."""
     (name, placement), m = draw(names()), draw(st.integers(1, 9))
     split = draw(st.none() | st.sets(st.sampled_from(range(len(placement)))))
     return named(name, m, placement, draw(st.integers(0, m)), split), m, placement
@@ -187,7 +187,7 @@ def placed(draw: st.DrawFn) -> tuple[tuple[Program, ...], list[int]]:
 
 @st.composite
 def shuffled(draw: st.DrawFn) -> list[Program]:
-    """Programs in which every stage has its actions in an order of its own, sense or nonsense."""
+    """Draw programs in which every stage has its actions in a random order, valid or not."""
     m, n, stop = draw(runs())
     return [tuple(draw(st.permutations(program))) for program in fill_drain(min(m, 3), min(n, 4), min(stop, 3))]
 

@@ -1,7 +1,7 @@
-"""Whatever is done with a pipe, in any order, leaves what it leaves when it is done with the model.
+"""Any sequence of operations on a pipe has the same effects as on the model.
 
-Steps, forwards and backwards with others between them, steps that fail or run out of memory, evaluations; and between
-them layers are frozen, hooked, replaced, copied, saved and loaded, moved to other partitions, checkpointed otherwise.
+Operations are steps, forwards and backwards with others between them, failing steps, and evaluations. Between them,
+layers are frozen, hooked, replaced, copied, saved and loaded, moved to other partitions, or change their checkpointing.
 """
 
 import copy

@@ -37,7 +37,7 @@ def norms(draw: st.DrawFn) -> tuple[nn.Module, list[Tensor]]:
 def test_statistics_are_those_of_the_whole_mini_batch(problem: tuple[nn.Module, list[Tensor]], chunks: int, mode: str):
     plain, batches = problem
     if any(len(part) == 1 and part[0][0].numel() == 1 for x in batches for part in x.chunk(chunks)):
-        chunks = 1  # one value a channel has no variance
+        chunks = 1  # the variance of one value per channel is undefined
     pipe = GPipe(
         nn.Sequential(copy.deepcopy(plain)),
         [1],
@@ -165,7 +165,7 @@ def test_conversion_preserves_state_and_other_layers():
 
 
 def test_large_mean_costs_no_precision():
-    """Sums of squares would: 1e4² has no room left for a variance of one in single precision."""
+    """Sums of squares would lose it: in single precision, a variance of one is below the resolution of 1e4²."""
     x = torch.randn(64, 3, generator=torch.Generator().manual_seed(0)) + 1e4
     plain, deferred = nn.BatchNorm1d(3, momentum=1.0).double(), DeferredBatchNorm(3, momentum=1.0, chunks=8)
     plain(x.double())

@@ -234,7 +234,7 @@ def spoil(like: Tensor) -> None:
 @pytest.mark.parametrize("name", PLACEMENTS)
 @pytest.mark.parametrize("make", [nn.Dropout, lambda: nn.TransformerEncoderLayer(16, 2, 16, 0.5, batch_first=True)])
 def test_random_numbers(name: str, make: Callable[[], nn.Module]):
-    """Every mode draws the same from one seed, leaves the generators alike, and repeats in the recomputation."""
+    """The same seed gives the same numbers and generator states in every mode, and recomputation repeats them."""
     results = []
     for mode in MODES:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Whatever fails, wherever: the caller gets that very error, told where it is from, and the pipe trains on."""
+"""Failures anywhere raise the original error with a note on its origin, and the pipe still works afterwards."""
 
 import copy
 import threading
@@ -46,7 +46,7 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
 
 @dataclass(frozen=True)
 class FrozenError(Exception):
-    """Has no attributes that could be set, so that Python itself cannot give it the traceback of a context."""
+    """Its attributes cannot be set, so that even Python cannot add the traceback of a context."""
 
     code: int
 
@@ -66,7 +66,7 @@ def faulty(**options: Any) -> GPipe:
 
 
 def numbers() -> Tensor:
-    """Two rows for each micro-batch, which tell its number."""
+    """Return two rows per micro-batch, containing its index."""
     return numbered(2 * CHUNKS).div(2, rounding_mode="floor").requires_grad_()
 
 

@@ -28,7 +28,7 @@ class Slotted:
 
 
 class Rows(list):
-    """Subclasses of containers are no trees."""
+    """Subclasses of containers are not pytree nodes."""
 
 
 class Colour(enum.Enum):

@@ -24,7 +24,7 @@ class First(nn.Linear):
 
 
 class Blocks(nn.Module):
-    """A model with a forward of its own, whose arguments have names."""
+    """A model with its own forward, whose arguments have names."""
 
     def __init__(self) -> None:
         super().__init__()

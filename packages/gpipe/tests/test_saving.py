@@ -39,7 +39,7 @@ def network() -> nn.Sequential:
 
 
 def looped(s: Layer, x: torch.Tensor) -> torch.Tensor:
-    """The forward of a model of its own."""
+    """Run the layers in a custom forward."""
     for layer in s.m:
         x = layer(x)
     return x

@@ -1,4 +1,4 @@
-"""Private names of torch still do what gpipe expects of them, where no test of a pipe would tell."""
+"""Private functions of torch behave as gpipe expects, as far as tests of pipes do not show it."""
 
 import re
 from pathlib import Path

@@ -69,7 +69,7 @@ BIAS = 6 * 4
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=5))
 def test_sums_are_those_of_the_model(owners):
-    """Layer i has the weight of number ``owners[i]``, and a bias of its own."""
+    """Layer i has weight ``owners[i]``, and its own bias."""
     weights = [nn.Parameter(torch.rand(6, 6)) for _ in range(4)]
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in owners))
     for layer, owner in zip(model, owners, strict=True):

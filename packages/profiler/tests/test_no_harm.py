@@ -1,4 +1,4 @@
-"""Whatever is profiled, and however it ends, the caller finds everything as it was."""
+"""A profile leaves everything of the caller unchanged, whatever it profiles and however it ends."""
 
 import copy
 import gc

@@ -20,7 +20,7 @@ PATIENCE = 300.0
 
 
 class FakeDevice:
-    """A device of its own, different from every other."""
+    """A device that differs from every other device."""
 
     type = "fake"
     index = None
@@ -65,7 +65,7 @@ def in_child(call: Callable[[], object]) -> str:
     child = os.fork()
     if not child:
         try:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the parent may have a time limit of its own
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the parent may have its own time limit
             signal.alarm(int(PATIENCE))
             try:
                 answer = repr(call())

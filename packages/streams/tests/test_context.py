@@ -39,7 +39,7 @@ def computation():
     LOG.clear()
     x, w = WEIGHTS
     first = x @ w
-    # A layer with an autocast of its own: at its end kept casts go, unless an outer block still needs them.
+    # A layer with its own autocast: cached casts are dropped at its end, unless an outer block still needs them.
     with torch.autocast("cpu"):
         second = x @ w
     y = first + (x @ w).exp() + second
@@ -193,7 +193,7 @@ class SharedCasts(RuleBasedStateMachine):
             counted = Casts()
             with counted.pushed():
                 product = x @ self.weight
-                if autocast:  # a layer with a block of its own
+                if autocast:  # a layer with its own block
                     with torch.autocast("cpu", cache_enabled=self.cache):
                         x @ self.weight
             assert product.item() == self.weight.item()

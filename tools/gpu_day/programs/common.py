@@ -22,7 +22,7 @@ def two_devices() -> list[torch.device]:
 
 
 def network(width: int, layers: int = 8) -> nn.Sequential:
-    """The same weights at each call."""
+    """Return a network with the same weights in each call."""
     torch.manual_seed(0)
     return nn.Sequential(
         *(nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.GELU()) for _ in range(layers))

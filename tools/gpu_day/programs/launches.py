@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def passes(threads: int, width: int, device: torch.device, duration: float) -> float:
-    """Forwards and backwards per second of all ``threads``, each with a model and a stream of its own."""
+    """Return forwards and backwards per second of all ``threads``, each with its own model and stream."""
     meeting, counts = threading.Barrier(threads + 1), [0] * threads
     end = threading.Event()
 

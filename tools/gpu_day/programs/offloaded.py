@@ -52,7 +52,7 @@ Step = Callable[[Tensor], object]
 
 
 def resident(checkpoint: str) -> Callable[[nn.Sequential, torch.device], Step]:
-    """Keep all micro-batches in flight, so that as much as possible is saved, recomputed or moved."""
+    """Keep all micro-batches in flight, which maximizes the amount saved, recomputed or moved."""
 
     def made(layers: nn.Sequential, device: torch.device) -> Step:
         pipe = GPipe(layers, [len(layers) // 2] * 2, devices=[device] * 2, chunks=CHUNKS, checkpoint=checkpoint)
@@ -73,7 +73,7 @@ def offloaded_and_updated(layers: nn.Sequential, device: torch.device) -> Step:
 
 
 def offloaded_then_updated(layers: nn.Sequential, device: torch.device) -> Step:
-    """The same after the step."""
+    """Train an offloaded pipe, and update parameters after the step instead of during it."""
     pipe = _offloaded_pipe(layers, device)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=1e-4, fused=True)
 
@@ -105,7 +105,7 @@ def saved_on_cpu(layers: nn.Sequential, device: torch.device) -> Step:
 
 
 def fsdp(layers: nn.Sequential, device: torch.device) -> Step:
-    """Each layer gathered from the host for each micro-batch, and recomputed."""
+    """Gather each layer from the host for each micro-batch, and recompute it."""
     if not dist.is_initialized():
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29555", RANK="0", WORLD_SIZE="1")
         dist.init_process_group("cpu:gloo,cuda:nccl")

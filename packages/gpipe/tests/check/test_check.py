@@ -139,7 +139,7 @@ def test_check_uses_training_mode(name: str, form: str) -> None:
 
 
 class Wrapped(Tensor):
-    """A tensor without operations of its own but the product, as quantized weights are."""
+    """A tensor that implements only the matrix product, like quantized weights."""
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> "Wrapped":

@@ -1,4 +1,4 @@
-"""Random numbers that layers draw on devices with generators of their own."""
+"""Random numbers of layers on devices with their own generators."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -21,7 +21,7 @@ XPU = torch.device("xpu", 0)
 
 @pytest.fixture
 def elsewhere(monkeypatch):
-    """Whatever draws seems to draw on a device whose generator torch cannot put back."""
+    """Make all random operations appear to be on a device whose generator torch cannot restore."""
     monkeypatch.setattr(_random, "device_of", lambda args, kwargs: torch.device("hpu", 0))
 
 

@@ -1,4 +1,4 @@
-"""Operations that are given a generator do what torch's do with the numbers of its own; others are left alone."""
+"""Operations with a generator argument match torch's, but use the cell's numbers; others are left alone."""
 
 import subprocess
 import sys
@@ -75,7 +75,7 @@ def drawn(names: list[str], microbatch: int) -> list[Tensor]:
 
 @given(st.lists(st.sampled_from(sorted(DRAWS)), min_size=1, max_size=4))
 def test_the_numbers_are_those_of_the_cell(names: list[str]):
-    """And torch's generator gives one number, whatever is drawn."""
+    """torch's generator advances by one number, however many are used."""
     one, same, other = drawn(names, 1), drawn(names, 1), drawn(names, 2)
     torch.testing.assert_close(one, same, rtol=0, atol=0, equal_nan=True)
     assert any(not torch.equal(a, b) for a, b in zip(one[:-2], other[:-2], strict=True))

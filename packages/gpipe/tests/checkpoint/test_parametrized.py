@@ -1,4 +1,4 @@
-"""``parametrize.cached()`` in a forward: each micro-batch has a cache of its own, and each call of a block."""
+"""``parametrize.cached()`` in a forward: each micro-batch, and each call of a block, has its own cache."""
 
 import subprocess
 import sys

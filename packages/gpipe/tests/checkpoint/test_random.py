@@ -24,7 +24,7 @@ from ..module.test_step import SLOW, Way, lived, ways
 
 
 def checkpointed(use_reentrant: bool, p: float = 0.0) -> nn.Module:
-    """Has a checkpoint of its own inside."""
+    """Return a layer with a nested checkpoint."""
     inner = nn.Sequential(nn.Linear(6, 6), nn.Dropout(p) if p else nn.Identity(), nn.Tanh())
     return Layer(lambda s, x: checkpoint(s.m[0], x, use_reentrant=use_reentrant), inner)
 

@@ -57,7 +57,7 @@ def aliased(s: Odd, x: Tensor) -> Tensor:
 
 
 def added(s: Odd, x: Tensor) -> Tensor:
-    """Changes a tensor in place that is no buffer."""
+    """Modifies a tensor in place that is not a buffer."""
     s.kept = torch.zeros(WIDTH, dtype=DOUBLE) if s.kept is None else s.kept
     s.kept += x.detach().mean(0)
     return s.linear(x) * s.kept.clone()
@@ -285,7 +285,7 @@ def test_state_is_updated_once_per_micro_batch(
         # After a pipe's first run, changes without a trace are detected only with this setting.
         patch.setenv("GPIPE_CHECK", str(int(start > 0 and move not in (assigned, counted))))
         pipe, plain = GPipe(layers(), [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint=mode), layers()
-        # The first micro-batch of a run tells that graphs have to be kept.
+        # The first micro-batch of a run shows that graphs must be kept.
         refusal = nullcontext() if start % 3 == 0 else suppress_refusal()
         with closing(pipe), refusal:
             for _ in range(3):

@@ -33,7 +33,7 @@ def squares(output: Tensor, _: Any = None) -> Tensor:
 
 
 def expect_alike(*replicas: nn.Module) -> None:
-    """The same gradients and, on both processes, the same parameters; then takes a step."""
+    """Check that gradients, and parameters in both processes, are equal; then take a step."""
     assert_same(*replicas)
     for parameter in replicas[0].parameters():
         both = [torch.empty_like(parameter) for _ in range(2)]

@@ -31,7 +31,7 @@ WAYS: dict[str, tuple[Callable[[Layer, Any], None], Callable[[Layer], Any], bool
 
 
 def leave(s: Layer, x: Tensor) -> Tensor:
-    """A linear layer that leaves an auxiliary loss, of its output or of a head of its own."""
+    """A linear layer that stores an auxiliary loss, of its output or of its own head."""
     linear, head = s.m
     y: Tensor = linear(x).tanh()
     aux = squares(head(x) if s.has_head else y)

@@ -85,7 +85,7 @@ def test_it_gives_what_a_step_would_give(
 @pytest.mark.parametrize("inline", [False, True])
 @pytest.mark.parametrize("grad", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_no_output_outlives_its_loss(inline: bool, grad: Any):
-    """At most one is there at a time, whatever the number of micro-batches."""
+    """At most one output is alive at a time, however many micro-batches there are."""
     pipe = piped(linears(), [1, 2], chunks=6)
     alive: list[weakref.ref[Tensor]] = []
     most = []

@@ -294,7 +294,7 @@ def test_offload_must_be_flag_or_dtype(value: Any) -> None:
 
 
 class Weight(nn.Module):
-    """Passes on something of its own weight, together with its output."""
+    """Returns something derived from its weight, together with its output."""
 
     def __init__(self, given: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -327,7 +327,7 @@ def test_returned_views_of_weight_stay_valid(view: str, mode: str, how: str) -> 
 
 
 class Latent(nn.Module):
-    """Uses a view of its own parameter, and outputs of blocks that are views, between later blocks."""
+    """Uses a view of its parameter, and outputs of blocks that are views, between later blocks."""
 
     def __init__(self, keeps: bool) -> None:
         super().__init__()

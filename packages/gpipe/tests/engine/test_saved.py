@@ -134,7 +134,7 @@ def test_modes_of_stages_and_parameters_on_the_host(
 
 @each_how
 def test_what_is_saved_travels_and_the_rest_stays(how: str | None, moved: list[int]) -> None:
-    """Not the weight, its view, a buffer, the input or the output; one copy of a storage that several views share."""
+    """The weight, its view, a buffer, the input and the output stay. A storage with several views is copied once."""
     threads: list[str] = []
 
     def forward(s: Any, x: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ def test_last_stage_of_1f1b_does_not_offload(moved: list[int]) -> None:
 
 
 def test_a_recording_counts_what_is_on_the_device() -> None:
-    """Not the copies on the host."""
+    """Copies on the host are not counted."""
     layers, peaks = nn.Sequential(*(nn.Sequential(*[Call(torch.exp)] * 8) for _ in range(2))), {}
     for mode in ("never", "always", "offload"):
         pipe = offloading(layers, mode=mode, chunks=10)

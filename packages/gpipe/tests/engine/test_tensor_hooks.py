@@ -65,7 +65,7 @@ def hooked(layers: list[tuple[str, str, int]], heard: Heard) -> nn.Sequential:
     torch.manual_seed(0)
     made = []
     for k, (place, kind, start) in enumerate(layers):
-        scale = nn.Parameter(torch.rand(3, dtype=DOUBLE))  # one of its own, or no backward could be split
+        scale = nn.Parameter(torch.rand(3, dtype=DOUBLE))  # a separate one, or no backward could be split
         linear = nn.Linear(3, 3, dtype=DOUBLE)
         made.append(Layer(hook_from, linear, scale=scale, k=k, place=place, kind=kind, start=start, heard=heard))
     return nn.Sequential(*made)

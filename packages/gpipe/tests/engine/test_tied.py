@@ -161,7 +161,7 @@ TIED = (None, Tie("weight", 0), Tie("linear", 0))
 
 
 def pipe_of(layers: nn.Sequential, **options: Any) -> GPipe:
-    """Each layer on a stage of its own."""
+    """Return a pipe with one stage per layer."""
     return GPipe(layers, [1] * len(layers), devices=["cpu"] * len(layers), chunks=3, **options)
 
 
@@ -199,7 +199,7 @@ def test_a_table_for_words_and_for_logits(place: Any, way: Any, how: str | None)
 
 
 def counting(change: Callable[[Any], Any], total: float = 0.0, dtype: torch.dtype = DOUBLE) -> nn.Module:
-    """Has a buffer that it may change."""
+    """Has a buffer that it may modify."""
 
     def forward(s: Layer, x: Tensor) -> Tensor:
         change(s)

@@ -1,4 +1,4 @@
-"""Random models with a forward of their own: statements over blocks, modules, parameters and all that was computed."""
+"""Random models with their own forward: statements over blocks, modules, parameters and previous results."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Told:
     tied: bool = False
 
     def model(self) -> Model:
-        """The same in every call."""
+        """Return a model that is the same in every call."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return Model(self).double()
@@ -111,7 +111,7 @@ def main_of(value: Any) -> Tensor:
 
 
 class Model(nn.Module):
-    """A model whose forward is ``told``."""
+    """A model with the forward described by ``told``."""
 
     def __init__(self, told: Told) -> None:
         super().__init__()

@@ -56,7 +56,7 @@ def residuals(blocks: int = 4) -> Residuals:
 
 
 def of_function(function: Callable[..., Tensor], blocks: int = 4) -> Residuals:
-    """Each block calls ``function`` with itself and the sum; ``block.m[0]`` is linear, ``block.k`` its number."""
+    """Return a model whose blocks call ``function`` with themselves and the sum; ``block.k`` is the block's index."""
     return Residuals(*(Layer(function, nn.Linear(3, 3), k=k) for k in range(blocks)))
 
 

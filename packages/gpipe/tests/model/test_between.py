@@ -1,4 +1,4 @@
-"""Custom functions between blocks get tensors of their own stage, as operations do."""
+"""Custom functions between blocks get tensors of their stage, like operations."""
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager

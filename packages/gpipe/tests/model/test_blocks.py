@@ -1,4 +1,4 @@
-"""At which modules the forward of a model is cut, and into how many stages."""
+"""The split of a model's forward at modules, into a number of stages."""
 
 import re
 from typing import Any

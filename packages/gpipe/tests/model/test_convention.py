@@ -354,7 +354,7 @@ def test_a_configuration_may_be_set_later() -> None:
 
 
 class Scaled(Model):
-    """Has another term, whose factor is a buffer."""
+    """Has an additional term, whose coefficient is a buffer."""
 
     def __init__(self, loss: Loss) -> None:
         super().__init__(loss)

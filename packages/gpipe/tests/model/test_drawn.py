@@ -101,7 +101,7 @@ def test_random_output_field_need_not_affect_loss() -> None:
 
 
 class Anew(nn.BatchNorm1d):
-    """Has its statistics in other tensors each time."""
+    """Stores its statistics in new tensors each time."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         self.running_mean = self.running_mean + 0.1 * (input.detach().mean(0) - self.running_mean)

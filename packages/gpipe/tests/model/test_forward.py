@@ -1,4 +1,4 @@
-"""Each micro-batch has one forward, in a thread of its own, that stops where the next stage begins."""
+"""Each micro-batch has one forward, on its own thread, that stops where the next stage begins."""
 
 import os
 import signal

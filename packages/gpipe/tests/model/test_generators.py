@@ -42,7 +42,7 @@ def drawn(draw: Callable[[], float]) -> Residuals:
 
 
 def seeded(draw: Callable[[], float]) -> Residuals:
-    """Each block begins with a seed of its own, as the random attention of BigBird."""
+    """Return a model whose blocks each set a seed first, like the random attention of BigBird."""
 
     def function(block: Any, x: Tensor) -> Tensor:
         random.seed(block.k)

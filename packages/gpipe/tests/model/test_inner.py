@@ -100,7 +100,7 @@ def rows() -> Tensor:
 
 
 def expect_in_forwards(model: Any, name: str = "first", runs: int = 1) -> None:
-    """Each block of this trunk has computed once per micro-batch, in the threads of forwards."""
+    """Check that each block of this trunk ran once per micro-batch, on the threads of forwards."""
     calls = [rows for thread, rows in getattr(model, name).threads if thread.startswith("gpipe forward")]
     assert calls == [ROWS // CHUNKS] * (2 * CHUNKS * runs)
     elsewhere = {thread for thread, _ in getattr(model, name).threads if not thread.startswith("gpipe forward")}

@@ -34,7 +34,7 @@ def test_read_during_call_of_other_micro_batch_raises() -> None:
 
 
 class Remembering(nn.Module):
-    """Keeps a tensor that requires grad in an attribute of its own, and reads it after its blocks."""
+    """Stores a tensor that requires grad in an attribute, and reads it after its blocks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -343,7 +343,7 @@ def refused(pipe: GPipe, why: str, error: type[Exception] = ValueError, **given:
 
 
 class Otherwise(Model):
-    """Has another loss in training."""
+    """Has a different loss in training."""
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         self.loss = contrast if self.training else tokens
@@ -577,7 +577,7 @@ class Clicks(nn.Module):
 
 
 def clicks(loss: Loss) -> tuple[GPipe, Clicks, dict[str, Tensor]]:
-    """A pipe, the plain model, and a batch whose first micro-batch has no clicks."""
+    """Return a pipe, the plain model, and a batch whose first micro-batch has no clicks."""
     inputs = {"x": torch.randn(7, 3).double(), "clicked": torch.tensor([0, 0, 0, 1, 0, 1, 1]).double()}
     plain = Clicks(loss)
     return GPipe(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=3), plain, inputs

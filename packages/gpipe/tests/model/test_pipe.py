@@ -83,7 +83,7 @@ def counted(output: Any, target: Any) -> LossSum:
 
 
 def contrasted(output: Any, target: Any) -> Tensor:
-    """Each row counts by how it compares with the others."""
+    """Weight each row by comparing it with the others."""
     each = rows_losses(output)
     return each.softmax(0) @ each
 
@@ -133,7 +133,7 @@ def stepped(pipe: GPipe, batch: dict[str, Any], way: Way) -> tuple[Tensor, Any]:
             loss.backward()
             return loss, output
         function, options = LOSSES.get(way.loss, (None, {}))
-        if way.loss == "own by items":  # each micro-batch has a loss of its own, and nothing joins these
+        if way.loss == "own by items":  # each micro-batch has its own loss, and they are not joined
             return pipe.step(schedule=suited(way.how, pipe), reduction="sum", **batch), None
         schedule = suited(way.how, pipe)
         if way.loss in ("whole", "own") and schedule != "fill_drain":

@@ -459,7 +459,7 @@ SIZES: dict[str, Callable[[Tensor], int]] = {
 
 
 class Halves(nn.Module):
-    """Each block halves an image, and the forward makes something of how large it is then."""
+    """Blocks halve an image, and the forward computes with its size."""
 
     def __init__(self, asked: list[str], *, as_argument: bool) -> None:
         super().__init__()

@@ -112,7 +112,7 @@ def test_a_mapping_is_one_argument(
 
 
 class Clashing(nn.Module):
-    """Has the names of step's own."""
+    """Has parameters with names of step's parameters."""
 
     def forward(self, x: Tensor, target: Any = None, reduction: str = "none", input: Any = 0.0) -> Tensor:  # noqa: A002
         return x + input if target is None else x + target

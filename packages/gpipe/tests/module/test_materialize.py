@@ -103,7 +103,7 @@ def uniform(module: nn.Module) -> None:
 @given(st.data(), st.integers(0, 99))
 def test_random_initialization_matches_plain_model(reset: bool, data: st.DataObject, seed: int) -> None:
     """Values are initialized by constructors, or by a function applied to all modules in order."""
-    # A frozen batch norm draws its running mean, which is no reset.
+    # A frozen batch norm initializes its running mean randomly, which is not a reset.
     without = (*HELPLESS, "frozen batch norm") if reset else ("orthogonal", "weight norm", "spectral norm")
     names, balance = data.draw(balanced(without))
     torch.manual_seed(seed)
@@ -186,7 +186,7 @@ def test_errors_leave_model_unchanged(what: str) -> None:
 
 
 class Resets(nn.Linear):
-    """Has a buffer that its constructor computes, and a reset."""
+    """Has a buffer that its constructor computes, and a reset method."""
 
     def __init__(self) -> None:
         super().__init__(8, 8)

@@ -89,7 +89,7 @@ def waiting(schedule: str) -> str | None:
 
 
 def weights_for(output: Any, seed: int) -> list[Tensor]:
-    """For each number of the output, what it counts in the loss."""
+    """Return the weight of every element of the output in the loss."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.rand(t.shape, generator=generator, dtype=DOUBLE).to(t.dtype) for t in floats(output)]
 
@@ -109,7 +109,7 @@ def counted(output: Any, weights: list[Tensor]) -> LossSum:
 
 
 def contrasted(output: Any, weights: list[Tensor]) -> Tensor:
-    """Each row counts by how it compares with the others."""
+    """Weight each row by comparing it with the others."""
     each = losses(output, weights)
     return each.softmax(0) @ each
 
@@ -229,7 +229,7 @@ def lived(recipe: Recipe, way: Way, checkpoint: Any = None) -> list[Any]:
 @given(recipes(), ways, st.sampled_from(MODES), st.sampled_from([("1f1b", "zero_bubble"), ("call", "call")]))
 @example(NOT_CONTIGUOUS, Way("1f1b", "mean", 1, False, False), "never", ("1f1b", "zero_bubble"))
 def test_split_backward_and_recomputation_are_exact(recipe: Recipe, way: Way, mode: str, both: tuple[str, str]):
-    """Not only nearly: these do the same operations in the same order, on any thread."""
+    """They are bitwise equal, because the same operations run in the same order on any thread."""
     recipe = replace(recipe, training=True, input_needs_grad=True, checkpoint="always")
     expected = lived(recipe, replace(way, schedule=both[0]))
     found = lived(recipe, replace(way, schedule=both[1], inline=True), mode)
@@ -238,7 +238,7 @@ def test_split_backward_and_recomputation_are_exact(recipe: Recipe, way: Way, mo
 
 @st.composite
 def orders(draw: st.DrawFn) -> tuple[Schedule, int, int, int]:
-    """Any schedule at all; micro-batches, stages, checkpoints."""
+    """Draw any schedule, its micro-batches, stages and checkpoints."""
     m, n = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     stop = draw(st.sampled_from([0, m - 1, m]))
     return some_schedule(draw(CHOICES), m, range(n), stop), m, n, stop

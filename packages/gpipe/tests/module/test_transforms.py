@@ -94,7 +94,7 @@ class Around(nn.Module):
 @pytest.mark.parametrize("mode", ["never", "always"])
 @pytest.mark.parametrize("wrap", [lambda module: module, Around, lambda module: nn.Sequential(module, nn.Tanh())])
 def test_the_compiler_calls_a_pipe_as_it_is(wrap: Callable[[nn.Module], nn.Module], mode: str) -> None:
-    """Any warning of the compiler, of something that it cannot trace, would be an error here."""
+    """A compiler warning, of something that it cannot trace, would be an error here."""
     torch._dynamo.reset()
     compiled = torch.compile(wrap(piped(linears(), [1, 2], chunks=2, checkpoint=mode)), backend="eager")
     for _ in range(2):

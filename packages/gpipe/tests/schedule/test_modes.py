@@ -1,4 +1,4 @@
-"""Each stage may be checkpointed in its own mode; what that computes is compared in test_step.py."""
+"""Each stage may have its own checkpointing mode. test_step.py compares the results."""
 
 import copy
 import pickle

@@ -93,7 +93,7 @@ def test_waiting_for_a_link_is_no_work(monkeypatch: pytest.MonkeyPatch):
 
 
 COURIER = SimpleNamespace(send=lambda payload: payload, receive=lambda payload: payload)
-"""From one device to another of the same memory."""
+"""A carrier between two devices that share memory."""
 
 
 @pytest.mark.parametrize(("carrier", "moved"), [(COURIER, 24 + 8), (None, 0)])

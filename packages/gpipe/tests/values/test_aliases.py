@@ -26,7 +26,7 @@ WIDTH = 4
 
 
 class Reversed(torch.autograd.Function):
-    """A view with a gradient of its own, as reversal layers compute it."""
+    """A view with a custom gradient, as in gradient reversal layers."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
