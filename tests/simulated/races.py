@@ -45,7 +45,7 @@ class Races:
 
 
 def line_of_caller() -> str:
-    """Return the innermost line of this repository on this thread, outside the simulator. Autograd threads have none."""
+    """Return this thread's innermost line of this repository, outside the simulator. Autograd threads have none."""
     for frame in _frames(sys._getframe(1)):
         code = frame.f_code
         if _is_ours(Path(code.co_filename)):
