@@ -146,3 +146,20 @@ def test_optimizers_of_bitsandbytes() -> None:
             for p in layer.parameters()
         ]
         assert found == kept
+
+
+def test_blocks_that_could_recompute_are_named_if_nothing_fits() -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_hidden_layers=4, use_cache=False
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+
+    def message() -> str:
+        with pytest.raises(gpipe.Infeasible) as refused:
+            gpipe.plan(model, batch(8, 16), "2x100kB", chunks=[4], reduction="mean")
+        return str(refused.value)
+
+    assert "model.gradient_checkpointing_enable() may help" in message()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert "gradient_checkpointing" not in message()

@@ -21,7 +21,7 @@ SCHEDULES = ("1f1b", "zero_bubble", "fill_drain", "interleaved", "interleaved_ze
 """The schedules to search. If several are equally fast, the first one is preferred."""
 
 WAITING = ("fill_drain", BREADTH_FIRST)
-"""The schedules under which no backward starts before the last forward has finished."""
+"""The schedules whose backwards start after the last forward has finished."""
 
 ALL = 1 << 16
 """More devices than there are."""
@@ -33,7 +33,7 @@ SEARCH = "search"
 """The name of a schedule that is searched for the costs of the stages."""
 
 MODES = ("never", "except_last", "always")
-"""The checkpoint modes to search. On devices with their own memory, :data:`OFFLOAD` is searched, too."""
+"""The checkpoint modes to search. On devices with their own memory, the search includes :data:`OFFLOAD`."""
 
 OFFLOAD = "offload"
 """The checkpoint mode in which saved tensors are on the host."""
@@ -60,14 +60,14 @@ def listed_devices(devices: Any, model: nn.Module) -> Any:
 
 
 class Facts(NamedTuple):
-    """What the caller says of a device, besides its name."""
+    """The speed and memory of a device, if the caller passes them."""
 
     speed: float | None = None
     memory: int | None = None
 
 
 def read_facts(devices: Any) -> tuple[Any, list[Facts]]:
-    """Return the devices without what the caller says of them, and that; an empty list if nothing is said.
+    """Separate devices from their :class:`Facts`; these are empty if no device has any.
 
     >>> names, facts = read_facts([("2x24GB", {"speed": 0.5}), "80GB"])
     >>> names, [each.speed for each in facts]
@@ -142,7 +142,7 @@ def read_memory(
     Args:
         memory: the argument of ``plan``.
         devices: the devices.
-        facts: what the caller says of each device, if anything.
+        facts: the caller's facts about each device, if any.
         sizes: the memory of hypothetical devices.
     """
     own = [each.memory for each in facts]
@@ -160,7 +160,7 @@ def read_memory(
 
 
 def read_speeds(speeds: Any, devices: int, facts: Sequence[Facts] = ()) -> list[float | None]:
-    """Return the relative speed of each device; None where the caller says nothing."""
+    """Return the relative speed of each device; None if the caller does not pass it."""
     own = [each.speed for each in facts] or [None] * devices
     if speeds is None:
         return own
@@ -204,7 +204,7 @@ def read_chunks(chunks: Any, rows: int, least: int = 1) -> list[int]:
 
 
 def _made(rows: int, chunks: int) -> int:
-    """Return the number of micro-batches into which a pipe with ``chunks`` splits ``rows``."""
+    """Return the number of micro-batches that a pipe with ``chunks`` makes of ``rows``."""
     return -(-rows // -(-rows // chunks))
 
 

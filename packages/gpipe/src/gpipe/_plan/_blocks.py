@@ -132,7 +132,7 @@ def profile_blocks(
     Args:
         given: the model, the mini-batch and the loss.
         devices: one per block. On ``meta``, nothing is computed, and the profile has no seconds.
-        sizes: the micro-batch sizes in rows. The closest sizes into which the mini-batch can be split are measured.
+        sizes: the micro-batch sizes in rows. The closest possible sizes are measured.
         seconds: the time to spend on each size.
         action: the seconds that the engine adds per action, which are subtracted from the costs.
     """
@@ -289,7 +289,7 @@ class _Sizes:
 
 
 def _figures(tracker: AllocationTracker, saved: int, output: int) -> dict[str, int]:
-    # The gradient of the output comes from the next stage, and takes memory during this stage's backward.
+    # The gradient of the output comes from the next stage, and needs memory during this stage's backward.
     return {"saved_bytes": saved, "output_bytes": output, "peak_bytes": tracker.peak + output, "flops": tracker.flops}
 
 

@@ -45,7 +45,7 @@ def calibrated(
     try_out: Callable[[Candidate], list[float]],
     rehearse: Callable[[Candidate], Candidate],
 ) -> tuple[list[Candidate], Expected, str]:
-    """Return the candidates, the best first, with measured seconds for those that were tried.
+    """Return the candidates, the best first. Tried candidates have measured seconds.
 
     Also return the factors on the best one's seconds for its fastest, median and slowest step, and a note for the plan.
 

@@ -230,7 +230,7 @@ class Costs:
         """Return the peak bytes of stage ``j``, which do not depend on the modes of other stages."""
         placement = self.measured.placement
         found = self._at_peak(j, first, end, mode, schedule, splits)
-        # With parameters on the host, an equal part of what its device holds: see device_bytes_with_host.
+        # With parameters on the host, an equal part of the device's bytes: see device_bytes_with_host.
         return share_of_device(found, placement.count(placement[j])) if self.measured.host.parameters else found
 
     def device_bytes_with_host(

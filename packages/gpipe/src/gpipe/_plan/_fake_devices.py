@@ -90,7 +90,7 @@ def _described(text: str) -> list[FakeDevice]:
 
 
 def estimated(profile: Profile, fake: FakeDevice) -> Profile:
-    """Return ``profile`` with estimated seconds: those that a device needs for the operations and bytes of a layer."""
+    """Return ``profile`` with seconds estimated from the operations and bytes of each layer."""
     return replace(
         profile,
         layers=tuple(_layer(layer, fake) for layer in profile.layers),

@@ -37,7 +37,7 @@ class Host:
     """The host.
 
     Attributes:
-        memory: its limit in bytes for what a plan keeps there; None for no limit.
+        memory: the limit of a plan's bytes there; None for no limit.
         bandwidth: bytes per second between the host and each device, in each direction.
         parameters: whether it has the parameters, their gradients and the optimizer's state.
     """

@@ -1,4 +1,4 @@
-"""The error raised if no plan fits: which device is short of memory, by how much, and what would fit."""
+"""The error raised if no plan fits: which device lacks how much memory, and what would fit."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+
+from torch import nn
 
 from profiler.text import format_bytes
 
@@ -26,7 +28,7 @@ class Infeasible(ValueError):  # noqa: N818 — a result of the search rather th
         device: the index of the device that lacks the most memory, in the plan that comes closest to fitting; None for
             the host.
         short: the number of bytes that are lacking.
-        changes: changes to the arguments with which a plan would fit, each as text.
+        changes: changes to the arguments that would make a plan fit, each as text.
     """
 
     def __init__(self, message: str, device: int | None, short: int, changes: Sequence[str]) -> None:
@@ -54,8 +56,8 @@ def _of_host(memory: int, needed: int, what: str) -> Infeasible:
     )
 
 
-def explain(space: Space, best: Candidate, devices: Sequence[str]) -> Infeasible:
-    """Return the error for a search whose ``best`` candidate does not fit."""
+def explain(space: Space, best: Candidate, devices: Sequence[str], advice: str = "") -> Infeasible:
+    """Return the error for a search whose ``best`` candidate does not fit, ending with ``advice``."""
     share, host = space.share_of(best), space.measured.host
     if host.memory is not None and not best.fits_host and share <= 1:
         return _of_host(host.memory, best.host_bytes, "what is there, with saved tensors of all stages, needs")
@@ -73,10 +75,20 @@ def explain(space: Space, best: Candidate, devices: Sequence[str]) -> Infeasible
     return Infeasible(
         f"nothing fits: device {device} ({devices[device]}) has {format_bytes(room)} and is {format_bytes(short[j])} "
         f"short in the closest plan (chunks={best.chunks}, {best.schedule}, balance={list(best.sizes)}, "
-        f"checkpoint={[*best.modes]}{order}); what would fit: {'; or '.join(changes)}",
+        f"checkpoint={[*best.modes]}{order}); what would fit: {'; or '.join(changes)}{advice}",
         device,
         short[j],
         changes,
+    )
+
+
+def recompute_blocks(model: nn.Module) -> str:
+    """Return the advice to let a model of transformers recompute its blocks; empty if it does, or cannot."""
+    if not getattr(model, "supports_gradient_checkpointing", False) or model.is_gradient_checkpointing:
+        return ""
+    return (
+        "; model.gradient_checkpointing_enable() may help: when a stage recomputes, it then holds the saved tensors "
+        "of a single block instead of all its blocks"
     )
 
 

@@ -68,9 +68,9 @@ def _read_pairs(bandwidth: Mapping[Any, Any], devices: int) -> dict[Pair, int]:
 
 
 def measured_links(devices: Sequence[torch.device]) -> Links:
-    """Return the links of real devices; those of CPUs take no time.
+    """Return the links of real devices. CPUs share memory, so their links take no time.
 
-    A copy between two GPUs without peer access goes through the host, which shows in its seconds.
+    The measurement includes that a copy between GPUs without peer access passes through the host.
     """
     if devices[0].type == "cpu":
         return links(len(devices), lambda i, j: Link())
@@ -84,7 +84,7 @@ def measured_links(devices: Sequence[torch.device]) -> Links:
 
 
 def levels(bandwidths: Mapping[Pair, float]) -> dict[Pair, float]:
-    """Return the bandwidths, with the smallest of those that are about equal, which measurements cannot distinguish.
+    """Replace bandwidths that are about equal, which measurements cannot distinguish, by the smallest of them.
 
     >>> levels({(0, 1): 12e9, (0, 2): 13e9, (1, 2): 50e9})
     {(0, 1): 12000000000.0, (0, 2): 12000000000.0, (1, 2): 50000000000.0}

@@ -20,7 +20,7 @@ from ._arguments import WAITING
 
 
 def waiting(schedules: Sequence[str]) -> list[str]:
-    """Return the ``schedules`` under which the loss can be computed once, on the outputs of the full mini-batch."""
+    """Return the ``schedules`` that can compute the loss once, on the outputs of the full mini-batch."""
     return [name for name in schedules if name in WAITING]
 
 

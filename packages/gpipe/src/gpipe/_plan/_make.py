@@ -29,7 +29,7 @@ from ._costs import Measured
 from ._data import Alternative, Expected, Prediction, layer_keys
 from ._fake_devices import FakeDevices, read_fake
 from ._host import NOTE, read_host, told
-from ._infeasible import expect_host, explain
+from ._infeasible import expect_host, explain, recompute_blocks
 from ._links import described, measured_host_bandwidth
 from ._loss import read_loss
 from ._measure import measure
@@ -43,7 +43,7 @@ from ._search import NEAR, search
 from ._without_weights import with_packed
 
 GUESSED = Expected(0.5, 1.0, 2.0)
-"""The range of step times around an estimate for which nothing was run, as factors."""
+"""The range of step times around an estimate without measurements, as factors."""
 
 
 @torch.enable_grad()
@@ -236,11 +236,11 @@ def _search(request: Request, spaces: list[Space]) -> list[Candidate]:
         spaces[k] = replace(spaces[k], scale=tuple(map(max, spaces[k].scale or scale, scale)))
         if not fitted:
             break
-    raise explain(spaces[k], found[0], request.names)
+    raise explain(spaces[k], found[0], request.names, recompute_blocks(request.model.module))
 
 
 def _ordered(request: Request, found: list[Candidate]) -> list[Candidate]:
-    """Return the candidates, those with searched orders first if one is worth it or requested."""
+    """Return the candidates; a searched order is first if it is requested or worth it."""
     if request.schedule not in (None, SEARCH):
         return found
     best = {way.costs.measured.placement: way for way in reversed(found)}

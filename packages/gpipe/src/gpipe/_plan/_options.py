@@ -40,7 +40,7 @@ class Options:
         self._found: dict[tuple[int, int, int], list[StageOption]] = {}
 
     def fitting(self, j: int, first: int, end: int) -> list[StageOption]:
-        """Return the options with which stage j fits with these layers, sorted by work."""
+        """Return the options that fit for stage j with these layers, sorted by work."""
         key = j, first, end
         if key not in self._found:
             fitting = (each for each in self._every(j, first, end) if each.share <= 1)

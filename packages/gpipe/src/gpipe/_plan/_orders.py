@@ -15,7 +15,7 @@ _FEW = 6
 """The most devices whose orders are enumerated."""
 
 _SIZE = 2**20
-"""The bytes of a transfer by whose seconds links are compared."""
+"""Links are compared by the seconds of a transfer of this many bytes."""
 
 Device = tuple[int | None, float]
 """The limit of its memory in bytes, if any, and its relative speed."""
@@ -71,7 +71,7 @@ def _shortest(links: Links) -> Order:
 
 
 def _nearest(first: int, links: Links) -> Order:
-    """Return the order in which each next device has the fastest link to the one before."""
+    """Return the order that always continues with the fastest link to a remaining device."""
     order, left = [first], {*range(len(links))} - {first}
     while left:
         order.append(min(sorted(left), key=lambda k: links[order[-1]][k](_SIZE)))

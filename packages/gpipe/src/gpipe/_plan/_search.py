@@ -43,7 +43,7 @@ _WIDER = (1.05, 1.25, 2.0, 1e9)
 """Limits for the slowest stage, relative to an even share of the work, tried until a balance is found."""
 
 _NEARBY = 2
-"""The most stages by which a layer moves at once."""
+"""A layer moves by at most this many stages at once."""
 
 Sizes = tuple[int, ...]
 
@@ -65,7 +65,7 @@ def search(spaces: Sequence[Space]) -> list[Candidate]:
 
 
 def candidates(spaces: Sequence[Space]) -> Iterator[Candidate]:
-    """Yield the best candidate that fits per number of chunks and schedule; skip those that cannot be fastest."""
+    """Yield the best candidate that fits per number of chunks and schedule, unless it cannot be the fastest."""
     ways = [options for space in spaces for m in space.chunks for options in _options(space, m)]
     fastest = math.inf
     for least, options in sorted(((_least(each), each) for each in ways), key=lambda pair: pair[0]):
@@ -122,7 +122,7 @@ def best_of(options: Options) -> Candidate | None:
 
 
 def _starts(options: Options) -> Iterator[Options]:
-    """Yield the options of stages from which local searches start.
+    """Yield the options of stages where local searches start.
 
     Single changes do not always lead from stages that all offload to stages that all recompute.
     """

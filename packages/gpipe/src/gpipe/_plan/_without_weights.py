@@ -73,14 +73,14 @@ class _Packed(nn.Module):
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.compute_dtype = getattr(layer, "compute_dtype", None)
-        # Packed weights have a column of bytes, as those of bitsandbytes.
+        # Like bitsandbytes, store packed weights as a column of bytes.
         self.weight = nn.Parameter(torch.empty(size, 1, dtype=torch.uint8, device="meta"), requires_grad=False)
         self.register_buffer("scales", torch.empty(scales, dtype=torch.uint8, device="meta"))
         self.bias = copy.deepcopy(layer.bias)
 
     @classmethod
     def like(cls, layer: nn.Linear, size: int, scales: int) -> nn.Module:
-        """Return one with the name of the layer's class, by which plans know a layer."""
+        """Return one with the name of the layer's class, which plans use to identify a layer."""
         made: nn.Module = type(type(layer).__name__, (cls,), {})(layer, size, scales)
         return made
 
