@@ -30,7 +30,7 @@ def piped(model: nn.Module) -> GPipe:
 
 
 def same(model: Any, other: Any, seed: int = 3, **given: Any) -> Any:
-    """Check that both generate the same tokens and scores, and return the tokens."""
+    """Check that both generate the same tokens and scores, and return them."""
     found = []
     for each in (model, other):
         torch.manual_seed(seed)

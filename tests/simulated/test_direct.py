@@ -247,7 +247,7 @@ def test_stage_and_wires_run_concurrently(worlds, fault: Fault | None, waits: li
 
 
 def _waits(fault: Fault | None) -> bool:
-    """Return whether the first transfer of a step blocks its stage: a send on rank 0, a receive on rank 1."""
+    """Return whether the stage waits for its first send (rank 0), or the first receive for the stage (rank 1)."""
     ranks, seen = PLACEMENTS["two ranks"], []
     accelerator.found()
     rank = ranks.rank(model())
