@@ -148,7 +148,7 @@ def test_optimizers_of_bitsandbytes() -> None:
         assert found == kept
 
 
-def test_blocks_that_could_recompute_are_named_if_nothing_fits() -> None:
+def test_infeasible_plan_names_blocks_that_could_recompute() -> None:
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_hidden_layers=4, use_cache=False
     )
