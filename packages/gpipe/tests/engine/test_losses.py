@@ -340,7 +340,7 @@ def test_hooks_inside_layers_see_gradient_of_sum(schedule: str) -> None:
         torch.testing.assert_close(own, [expected])
 
 
-def mean(output: Tensor) -> Tensor:
+def mean_square(output: Tensor) -> Tensor:
     return output.square().mean()
 
 
@@ -349,8 +349,8 @@ def summed(output: Tensor) -> LossSum:
 
 
 RULES: dict[str, dict[str, Any]] = {
-    "whole": {"loss_fn": mean},
-    "mean": {"loss_fn": mean, "reduction": "mean"},
+    "whole": {"loss_fn": mean_square},
+    "mean": {"loss_fn": mean_square, "reduction": "mean"},
     "sum": {"loss_fn": lambda output: output.square().sum(), "reduction": "sum", "normalizer": 24},
     "counted": {"loss_fn": summed},
 }
