@@ -21,7 +21,7 @@ from ..layers import MODES, assert_same, counted, each_way, on_backward, rows, w
 from ..schedules import suited
 from .forwards import Block, Told, models
 from .residuals import Residuals, forward_threads, is_first, of_function, plain_of, residuals, two_stages
-from .test_pipe import SCHEDULES, Way, batches, expected_of, stepped, ways
+from .test_pipe import SCHEDULES, Way, allowing_out_of_order, batches, expected_of, stepped, ways
 
 each_mode = pytest.mark.parametrize("mode", MODES)
 HOWS = ("call", "whole", "1f1b", "evaluate")
@@ -46,7 +46,7 @@ def microbatches(rows: int, chunks: int) -> int:
 def test_blocks_run_once_off_the_caller_thread(told: Told, way: Way):
     model, plain = told.model(), told.model()
     names = {module: name for name, module in model.named_modules()}
-    with closing(way.pipe(model)) as pipe:
+    with allowing_out_of_order(told), closing(way.pipe(model)) as pipe:
         for batch in batches(way):
             for block in (*model.blocks(), *plain.blocks()):
                 block.noted().clear()
@@ -67,7 +67,7 @@ def test_buffers_count_as_in_a_loop_over_microbatches(told: Told, way: Way) -> N
     """Computations between blocks are repeated for the full batch; the last steps are skipped in that case."""
     model = told.model()
     plain = told.model()
-    with closing(way.pipe(model)) as pipe:
+    with allowing_out_of_order(told), closing(way.pipe(model)) as pipe:
         for batch in batches(way):
             if expected_of(plain, batch, way) is None:
                 return
