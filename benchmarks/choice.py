@@ -19,7 +19,7 @@ from random import Random
 from typing import NamedTuple
 
 from gpipe._plan._arguments import OFFLOAD
-from gpipe._plan._candidate import Candidate, Space, candidate_of
+from gpipe._plan._candidate import Candidate, SearchSpace, candidate_of
 from gpipe._plan._costs import Measured
 from gpipe._plan._host import Host
 from gpipe._plan._links import along, links
@@ -73,35 +73,38 @@ class Case(NamedTuple):
     best: Candidate
 
 
-def of_case(spaces: Sequence[Space]) -> Iterator[tuple[str, Case | None]]:
+def of_case(spaces: Sequence[SearchSpace]) -> Iterator[tuple[str, Case | None]]:
     """The choice for each limit; None if nothing was found.
 
     The memory of the spaces is in parts of that limit.
     """
-    every = [(way, share_of(way, space)) for space in spaces for way in everything(space)]
+    every = [(candidate, share_of(candidate, space)) for space in spaces for candidate in everything(space)]
     least = min(share for _, share in every)
     for name, factor in LIMITS.items():
         size = None if factor is None else factor * least
-        best = min((way for way, share in every if size is None or share <= size), key=lambda way: way.seconds)
+        best = min(
+            (candidate for candidate, share in every if size is None or share <= size),
+            key=lambda candidate: candidate.seconds,
+        )
         limited = [replace(space, memory=[size and int(size * share) for share in space.memory]) for space in spaces]
         rooms = {space.measured.order: space.memory for space in limited}
-        found = [way for way in search(limited) if way.fits(rooms[way.costs.measured.order])]
+        found = [candidate for candidate in search(limited) if candidate.fits(rooms[candidate.costs.measured.order])]
         yield name, Case(found[0].seconds / best.seconds, best) if found else None
 
 
-def share_of(way: Candidate, space: Space) -> float:
-    return max(need.total / share for need, share in zip(way.bytes, space.memory, strict=True))
+def share_of(candidate: Candidate, space: SearchSpace) -> float:
+    return max(need.total / share for need, share in zip(candidate.bytes, space.memory, strict=True))
 
 
-def equal(random: Random) -> list[Space]:
+def equal(random: Random) -> list[SearchSpace]:
     return [space_of(random)]
 
 
-def different(random: Random) -> list[Space]:
+def different(random: Random) -> list[SearchSpace]:
     """A space for each order of devices of different memory and speed, and with different links."""
     space = space_of(random)
     each = [(random.choice(SHARES), random.choice(SPEEDS)) for _ in range(space.measured.stages)]
-    between = links(len(each), lambda i, j: random.choice(LINKS) if space.measured.apart else Link())
+    between = links(len(each), lambda i, j: random.choice(LINKS) if space.measured.separate_memory else Link())
     found = []
     for order in orders(each, between):
         speeds = tuple(each[k][1] for k in order)
@@ -110,14 +113,14 @@ def different(random: Random) -> list[Space]:
     return found
 
 
-def with_host(random: Random) -> list[Space]:
+def with_host(random: Random) -> list[SearchSpace]:
     """Return a space whose stages may offload, with a link to the host that sometimes makes it the fastest choice."""
     space = space_of(random)
     host = Host(bandwidth=random.choice((1e5, 1e6, 1e7)))
-    return [replace(space, measured=replace(space.measured, apart=True, host=host), modes=(*MODES, OFFLOAD))]
+    return [replace(space, measured=replace(space.measured, separate_memory=True, host=host), modes=(*MODES, OFFLOAD))]
 
 
-def everything(space: Space) -> Iterator[Candidate]:
+def everything(space: SearchSpace) -> Iterator[Candidate]:
     """Yield all candidates, with their seconds and bytes."""
     layers, stages = space.measured.layers, space.measured.stages
     for chunks in space.chunks:
@@ -128,7 +131,7 @@ def everything(space: Space) -> Iterator[Candidate]:
                 yield candidate_of(costs, schedule, sizes, modes)
 
 
-def space_of(random: Random) -> Space:
+def space_of(random: Random) -> SearchSpace:
     """A model and devices."""
     stages = random.choice((2, 3))
     layers = random.randint(stages, 6)
@@ -144,13 +147,13 @@ def space_of(random: Random) -> Space:
         rows=ROWS,
         input_bytes=4 * ROWS,
         needs_gradient=random.random() < 0.5,
-        apart=copied,
+        separate_memory=copied,
         placement=tuple(range(stages)),
         links=(Link(), *(link,) * (stages - 1)),
         action=1e-4,
         step=1e-3,
     )
-    return Space(measured, CHUNKS, SCHEDULES, MODES, (1.0,) * stages)
+    return SearchSpace(measured, CHUNKS, SCHEDULES, MODES, (1.0,) * stages)
 
 
 def _figures(random: Random) -> tuple[float, int, int, int]:

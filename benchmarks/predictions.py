@@ -26,7 +26,7 @@ import torch
 
 import gpipe
 from gpipe import GPipe
-from gpipe._plan._candidate import Space
+from gpipe._plan._candidate import SearchSpace
 from gpipe._plan._costs import Measured
 from gpipe._plan._search import search
 from gpipe.schedule import named
@@ -204,7 +204,7 @@ def _searched(layers: int, stages: int, share: float | None) -> tuple[float, int
     return time.perf_counter() - begin, len(found)
 
 
-def _space(layers: int, stages: int, memory: int | None) -> Space:
+def _space(layers: int, stages: int, memory: int | None) -> SearchSpace:
     profile = _profile(layers)
     measured = Measured(
         profile,
@@ -212,13 +212,13 @@ def _space(layers: int, stages: int, memory: int | None) -> Space:
         512,
         2**20,
         needs_gradient=False,
-        apart=False,
+        separate_memory=False,
         placement=tuple(range(stages)),
         links=(Link(),) * stages,
     )
     chunks = [2**k for k in range(10)] + [48, 96]
     modes = ("never", "always")
-    return Space(measured, sorted(chunks), ("1f1b", "zero_bubble", "fill_drain"), modes, (memory,) * stages)
+    return SearchSpace(measured, sorted(chunks), ("1f1b", "zero_bubble", "fill_drain"), modes, (memory,) * stages)
 
 
 def _profile(layers: int) -> Profile:

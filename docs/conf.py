@@ -66,6 +66,31 @@ def keep_colons(app: Any, what: str, name: str, thing: object, options: Any, lin
         lines[:0] = ["..", ""]
 
 
+MEANT = {
+    r"\bDevice\b": "torch.device | int | str",
+    r"\bGroup\b": "ProcessGroup | DeviceMesh",
+    r"<class 'gpipe\.module\._keywords\.NOTHING'>|\S*_rules\.NoValue\S*": "...",
+    r"~?\bgpipe\.timeline\._costs\.": "~gpipe.simulate.",
+    r"~?\bgpipe\.schedule\._schedule\.": "~gpipe.schedule.",
+}
+"""What a reader of a signature should see instead of a private name."""
+
+MADE_BY_FUNCTIONS = ("gpipe.Plan",)
+"""Classes whose constructors are not for users."""
+
+
+def show_public_names(
+    app: Any, what: str, name: str, thing: object, options: Any, arguments: str | None, returned: str | None
+) -> tuple[str | None, str | None]:
+    """Replace private names in a signature."""
+    if name in MADE_BY_FUNCTIONS:
+        return "", returned
+    for private, public in MEANT.items():
+        arguments = arguments and re.sub(private, public, arguments)
+        returned = returned and re.sub(private, public, returned)
+    return arguments, returned
+
+
 def list_errors(app: Any, page: str, source: list[str]) -> None:
     source[0] = filled(source[0])
 
@@ -105,6 +130,7 @@ def setup(app: Any) -> None:
     app.add_directive("drawn", Drawn)
     app.connect("doctree-resolved", box_pictures)
     app.connect("autodoc-skip-member", skip_aliases)
+    app.connect("autodoc-process-signature", show_public_names)
     app.connect("missing-reference", warn_of_lost_names)
     app.connect("source-read", list_errors)
     app.connect("include-read", link_pages)

@@ -62,3 +62,13 @@ def test_pages_named_in_readme_become_links(package: str) -> None:
     assert named
     links = set(re.findall(r'href="\.\./([\w/-]+)\.html"', page.read_text(encoding="utf-8")))
     assert named <= links
+
+
+def test_signatures_have_no_private_names() -> None:
+    folder = ROOT / "docs" / "_build" / "html" / "api"
+    if not folder.exists():
+        pytest.skip("the site is not built: nox -s docs")
+    html = "".join(page.read_text(encoding="utf-8") for page in folder.glob("*.html"))
+    signatures = [re.sub("<.*?>", "", each) for each in re.findall(r'<dt class="sig.*?</dt>', html, re.DOTALL)]
+    assert len(signatures) > 200
+    assert not [each for each in signatures if re.search(r"(?<!\w)_[a-z]\w*|\b(Device|Group|NOTHING|NoValue)\b", each)]

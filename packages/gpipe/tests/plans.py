@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gpipe._plan._arguments import MODES, SCHEDULES, placed
-from gpipe._plan._candidate import Candidate, Space, candidate_of
+from gpipe._plan._candidate import Candidate, SearchSpace, candidate_of
 from gpipe._plan._costs import Measured
 from gpipe.simulate import Link
 from profiler import LayerProfile, Profile
@@ -66,7 +66,7 @@ def measured_of(layers: Sequence[tuple[float, int, int, int]], stages: int) -> M
     profile = profile_of(layers)
     optimizer = tuple(2 * parameters for _, _, parameters, _ in layers)
     return Measured(
-        profile, optimizer, ROWS, ROWS * 4, needs_gradient=False, apart=False, placement=tuple(range(stages)),
+        profile, optimizer, ROWS, ROWS * 4, needs_gradient=False, separate_memory=False, placement=tuple(range(stages)),
         links=(Link(),) * stages, action=1e-4, step=1e-3,
     )  # fmt: skip
 
@@ -78,15 +78,22 @@ def measurements(draw: st.DrawFn, most_layers: int = 6, most_stages: int = 3) ->
     copied = draw(st.booleans())
     link = draw(st.sampled_from([Link(), Link(1e-3, 1e6)])) if copied else Link()
     links = (Link(), *(link,) * (stages - 1))
-    return replace(measured_of(layers, stages), needs_gradient=draw(st.booleans()), apart=copied, links=links)
+    return replace(measured_of(layers, stages), needs_gradient=draw(st.booleans()), separate_memory=copied, links=links)
 
 
-def space_of(measured: Measured, memory: int | None = None) -> Space:
-    return Space(measured, (1, 2, 4, 8), ("1f1b", "zero_bubble", "fill_drain"), MODES, (memory,) * measured.devices)
+def space_of(measured: Measured, memory: int | None = None) -> SearchSpace:
+    return SearchSpace(
+        measured, (1, 2, 4, 8), ("1f1b", "zero_bubble", "fill_drain"), MODES, (memory,) * measured.devices
+    )
 
 
+<<<<<<< HEAD
 def looped(space: Space) -> list[Space]:
     """Return the same model on these devices, with two stages on each."""
+=======
+def looped(space: SearchSpace) -> list[SearchSpace]:
+    """The same model on these devices, with two stages on each."""
+>>>>>>> main
     measured, (link, *_) = space.measured, space.measured.links[1:] or [Link()]
     placements = placed(SCHEDULES, measured.devices, measured.layers)
     return [
@@ -103,8 +110,13 @@ def links_of(placement: Sequence[int], link: Link) -> tuple[Link, ...]:
     return (Link(), *(Link() if a == b else link for a, b in pairwise(placement)))
 
 
+<<<<<<< HEAD
 def everything(space: Space) -> Iterator[Candidate]:
     """Replay every candidate of a space."""
+=======
+def everything(space: SearchSpace) -> Iterator[Candidate]:
+    """Every way to train in a space, replayed."""
+>>>>>>> main
     n, k = space.measured.layers, space.measured.stages
     for chunks in space.chunks:
         costs = space.measured.cut(chunks)

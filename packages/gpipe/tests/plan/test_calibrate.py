@@ -20,9 +20,9 @@ from ..plans import few, measurements, space_of
 def steps_off_by(seed: int, share: float, log: dict[object, Candidate]) -> Callable[[Candidate], list[float]]:
     """Every way takes what its costs say, more or less a share that it alone has."""
 
-    def tried(way: Candidate) -> list[float]:
-        log[way.key] = way
-        return [(1 + share * Random(f"{seed}{way.key}").uniform(-1, 1)) * way.seconds] * STEPS
+    def tried(candidate: Candidate) -> list[float]:
+        log[candidate.key] = candidate
+        return [(1 + share * Random(f"{seed}{candidate.key}").uniform(-1, 1)) * candidate.seconds] * STEPS
 
     return tried
 
@@ -39,11 +39,13 @@ def test_of_those_that_fit_and_were_tried_the_fastest_is_taken_and_its_seconds_a
     if not ways[0].fits(space.memory):
         return
     tried = steps_off_by(seed, share, log)
-    found, spread, note = calibrated(lambda way: way.fits(space.memory), ways, tried, lambda way: way)
-    took = {name: median(tried(way)) for name, way in log.items()}
+    found, spread, note = calibrated(
+        lambda candidate: candidate.fits(space.memory), ways, tried, lambda candidate: candidate
+    )
+    took = {name: median(tried(candidate)) for name, candidate in log.items()}
     assert took[found[0].key] == pytest.approx(found[0].seconds)
     assert took[found[0].key] <= min(took.values()) * (1 + CLOSE) * (1 + 1e-6)
-    assert all(way.fits(space.memory) for way in log.values())
+    assert all(candidate.fits(space.memory) for candidate in log.values())
     assert 1 <= len(log) <= 4
     assert (spread.low, spread.mid, spread.high) == pytest.approx((0.95, 1, 1.05))
     assert [each.seconds for each in found[1:]] == sorted(each.seconds for each in found[1:])

@@ -18,7 +18,7 @@ from torch import nn
 from gpipe import Infeasible, Plan, plan
 from gpipe._plan import _speeds
 from gpipe._plan._arguments import read_facts, read_memory, read_speeds
-from gpipe._plan._candidate import Space
+from gpipe._plan._candidate import SearchSpace
 from gpipe._plan._costs import Measured
 from gpipe._plan._fake_devices import read_fake
 from gpipe._plan._host import Host
@@ -70,8 +70,8 @@ def test_no_placement_is_much_faster(measured: Measured, count: int, bandwidth: 
     assert fake is not None
     places = read_places(devices, fake, measured.layers)
     spaces = [
-        Space(
-            replace(measured, apart=True, placement=placement, links=links_of(placement, fake.links[0][-1])),
+        SearchSpace(
+            replace(measured, separate_memory=True, placement=placement, links=links_of(placement, fake.links[0][-1])),
             [1, 2, 4], names, ("never",), (None,) * len(places),
         )
         for placement, names in read_placements(devices, places, measured.layers, None, Host()).items()
@@ -359,6 +359,10 @@ def test_what_is_said_of_a_device_is_what_the_arguments_say(said: list[tuple[str
     assert read_memory(None, places, facts, sizes) == read_memory(expected, places)
     speeds = [own.get("speed") for own in each]
     assert read_speeds(None, len(each), facts) == read_speeds(speeds, len(each))
+
+
+def test_one_device_with_its_memory_needs_no_list() -> None:
+    assert read_facts(("2x3GB", {"memory": "1GB"})) == read_facts([("2x3GB", {"memory": "1GB"})])
 
 
 def test_a_plan_for_devices_with_their_speed_and_memory() -> None:

@@ -14,7 +14,7 @@ import gpipe
 from gpipe import Infeasible, Plan, plan
 from gpipe._plan import _arguments
 from gpipe._plan._arguments import placed, read_modes
-from gpipe._plan._bytes import DeviceBytes, held
+from gpipe._plan._bytes import DeviceBytes, in_flight_peaks
 from gpipe._plan._costs import Measured
 from gpipe._plan._host import Host, device_bytes, looped
 from gpipe._plan._search import search
@@ -184,7 +184,7 @@ def test_a_device_holds_the_cells_that_are_counted(
     (placement,) = placed([schedule], devices, 2 * devices)
     j = data.draw(st.integers(0, len(placement) - 1), label="stage")
     split = [j] if splits and schedule in SPLITTING else []
-    found = held(schedule, "offload", m, placement, j, bool(split))
+    found = in_flight_peaks(schedule, "offload", m, placement, j, bool(split))
     line = named(schedule, m, placement, 0, split).offloading(placement, [j]).on(placement)[placement[j]]
     there, leaving, away, most = set[int](), set[int](), set[int](), 0
     for stage, (kind, i) in line:
@@ -197,9 +197,9 @@ def test_a_device_holds_the_cells_that_are_counted(
             there, away = there | {i}, away - {i}
         whole, bare = len(there) + len(leaving), len(away - leaving)
         most = max(most, whole)
-        assert any(whole <= each.whole and whole + bare <= each.whole + each.bare for each in found)
+        assert any(whole <= each.full and whole + bare <= each.full + each.inputs_only for each in found)
         there = there - {i} if kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT) else there
-    assert most == max(each.whole for each in found)
+    assert most == max(each.full for each in found)
     assert most <= 3 or schedule != "fill_drain"
 
 
@@ -214,17 +214,17 @@ def test_recomputation_or_the_host_whichever_is_faster(
     measured: Measured, room: float | None, bandwidth: float, of_host: int | None
 ) -> None:
     """Beside every mode of every stage, nothing that fits is missed or much faster, and the host's limit is kept."""
-    measured = replace(measured, apart=True, host=Host(of_host, bandwidth))
-    space = replace(space_of(measured), modes=read_modes(None, apart=True), chunks=(1, 4))
+    measured = replace(measured, separate_memory=True, host=Host(of_host, bandwidth))
+    space = replace(space_of(measured), modes=read_modes(None, separate_memory=True), chunks=(1, 4))
     every = [*everything(space)]
-    least = min(way.fullest for way in every if way.fits_host)
+    least = min(candidate.fullest for candidate in every if candidate.fits_host)
     memory = (None if room is None else int(room * least),) * measured.devices
-    possible = [way for way in every if way.fits(memory)]
+    possible = [candidate for candidate in every if candidate.fits(memory)]
     found = search([replace(space, memory=memory)])
     assert found[0].fits(memory) == bool(possible)
-    assert all(way.fits(memory) for way in found) == bool(possible)
+    assert all(candidate.fits(memory) for candidate in found) == bool(possible)
     if possible:
-        assert found[0].seconds <= 1.05 * min(way.seconds for way in possible)
+        assert found[0].seconds <= 1.05 * min(candidate.seconds for candidate in possible)
 
 
 def saving(device: str = "meta", pairs: int = 4) -> nn.Sequential:
@@ -290,10 +290,10 @@ def test_bytes_are_those_of_a_step(chunks: int, stages: int, schedule: str) -> N
     model = saving("cpu", 3)
     options = {**FAST, "memory": None, "chunks": chunks, "checkpoint": "offload", "calibrate": False}
     found = plan(model, x, [f"cpu:{j}" for j in range(stages)], **{**options, "schedule": schedule})
-    with closing(found.build(model)) as pipe:
+    with closing(found.build(model)) as pipe, gpipe.inline():  # in threads, a stage that is ahead holds more
         sizes = peak_bytes(pipe, x, None, {"loss_fn": squares, "reduction": "sum"}, schedule, found.placement)
     for planned, size in zip(found.predicted.bytes, sizes, strict=True):
-        assert 0.8 <= planned.total / size <= 1.3
+        assert 0.7 <= planned.total / size <= 1.3
 
 
 class Hooked(nn.Linear):
@@ -306,7 +306,7 @@ class Hooked(nn.Linear):
 def test_layers_that_cannot_offload_are_planned_without(monkeypatch: pytest.MonkeyPatch) -> None:
     # As for GPUs: on a CPU, plans do not search "offload" by default.
     monkeypatch.setattr(
-        _arguments, "read_modes", lambda mode, apart: [mode] if mode else ["never", "offload", "always"]
+        _arguments, "read_modes", lambda mode, separate_memory: [mode] if mode else ["never", "offload", "always"]
     )
     x, model = torch.randn(512, 64), nn.Sequential(Hooked(64, 64), *saving("cpu", 3))
     (need,) = plan(

@@ -28,13 +28,13 @@ ROWS, WIDTH = 32, 16
 @given(measurements(), st.sampled_from([1.0, 1.2, None]), st.booleans())
 def test_a_searched_order_is_no_slower_and_fits(measured: Measured, room: float | None, loops: bool) -> None:
     space = space_of(measured)
-    for way in search([*(looped(space) if loops else ()), space]):
-        memory = [None if room is None else int(room * need.total) for need in way.bytes]
-        found = ordered(way, memory)
+    for candidate in search([*(looped(space) if loops else ()), space]):
+        memory = [None if room is None else int(room * need.total) for need in candidate.bytes]
+        found = ordered(candidate, memory)
         if found is None:  # the bytes that are kept in between are counted for the time of the whole cell
             assert room is not None
             continue
-        assert found.seconds <= way.seconds
+        assert found.seconds <= candidate.seconds
         assert found.fits(memory)
         stages, hops = found.costs.stage_costs(found.sizes, found.modes), found.costs.hops(found.sizes)
         predicted = simulate(found.program(found.chunks), stages, transfer=hops[1:])
@@ -45,19 +45,19 @@ def test_a_searched_order_is_no_slower_and_fits(measured: Measured, room: float 
 @given(measurements(), st.booleans())
 def test_bytes_are_those_of_the_named_schedule_in_its_order(measured: Measured, loops: bool) -> None:
     space = space_of(measured)
-    for way in search([*(looped(space) if loops else ()), space]):
-        assert replace(way, order=way.program(way.chunks)).account == way.account
+    for candidate in search([*(looped(space) if loops else ()), space]):
+        assert replace(candidate, order=candidate.program(candidate.chunks)).account == candidate.account
 
 
 def test_what_a_search_does_not_plan_keeps_its_named_schedule() -> None:
     measured = measured_of([(1e-3, 10, 10, 10)] * 4, 2)
-    (way, *_) = search([space_of(measured)])
+    (candidate, *_) = search([space_of(measured)])
     none = [None] * measured.devices
-    assert ordered(way, none)
+    assert ordered(candidate, none)
     for other in (replace(measured, whole_loss=True), replace(measured, host=Host(parameters=True))):
-        assert ordered(replace(way, costs=other.cut(way.chunks)), none) is None
-    assert ordered(replace(way, modes=("offload",) * 2), none) is None
-    assert ordered(way, [1, 1]) is None
+        assert ordered(replace(candidate, costs=other.cut(candidate.chunks)), none) is None
+    assert ordered(replace(candidate, modes=("offload",) * 2), none) is None
+    assert ordered(candidate, [1, 1]) is None
 
 
 def layers() -> nn.Sequential:

@@ -19,9 +19,9 @@ from gpipe._plan import _measure
 from gpipe._plan._arguments import SCHEDULES, placed, read_bytes
 from gpipe._plan._candidate import Candidate, stops_of
 from gpipe._plan._costs import Costs, Measured
+from gpipe._plan._dry_run import dry_run, in_turns
 from gpipe._plan._loss import WAITING, StepLoss
 from gpipe._plan._planned import as_input, planned
-from gpipe._plan._rehearse import in_turns, rehearsed
 from gpipe._plan._verify import peak_bytes
 from gpipe.schedule import SPLITTING, named, zero_bubble
 from gpipe.simulate import Link
@@ -52,8 +52,8 @@ def costs_of(
     profiled = alike(found)
     links = (Link(),) * len(placement)
     return Measured(
-        profiled, (0,) * len(model), len(x), x.nbytes, x.requires_grad, apart=False, placement=placement, links=links,
-        whole_loss=whole,
+        profiled, (0,) * len(model), len(x), x.nbytes, x.requires_grad, separate_memory=False,
+        placement=placement, links=links, whole_loss=whole,
     ).cut(chunks)  # fmt: skip
 
 
@@ -140,7 +140,7 @@ AHEAD = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)), nn.Linear(WI
 @given(cases(), st.lists(st.floats(0.1, 10), min_size=4, max_size=4))
 @example((AHEAD, [1, 3], ONE_EACH, ["always"] * 2, "1f1b", 2, False, False), [1.0] * 4)
 @example((copy.deepcopy(AHEAD), [1, 3], ONE_EACH, ["never"] * 2, "fill_drain", 5, False, True), [1.0] * 4)
-def test_a_rehearsal_takes_what_the_step_takes(case, speeds: list[float]):
+def test_a_dry_run_takes_what_the_step_takes(case, speeds: list[float]):
     """Of any layers, with skips into, out of and past stages, split, in loops, with a large loss.
 
     The loss may be computed once, on the outputs of all rows.
@@ -149,22 +149,22 @@ def test_a_rehearsal_takes_what_the_step_takes(case, speeds: list[float]):
     x = torch.randn(ROWS * chunks, WIDTH, requires_grad=needs_gradient)
     split = (1,) if schedule in SPLITTING else ()
     costs = costs_of(model, x, chunks, squares, placement, whole=whole)
-    way = Candidate(costs, schedule, tuple(balance), tuple(modes), 0.0, split)
-    rehearsal = rehearsed(
-        planned(copy.deepcopy(model), x, len), x, None, StepLoss(squares, None if whole else "mean"), way
+    candidate = Candidate(costs, schedule, tuple(balance), tuple(modes), 0.0, split)
+    ran_dry = dry_run(
+        planned(copy.deepcopy(model), x, len), x, None, StepLoss(squares, None if whole else "mean"), candidate
     )
-    assert "one step of the engine" in rehearsal.note
+    assert "one step of the engine" in ran_dry.note
     paces = [None, [4.0**j for j in range(len(balance))], [4.0**-place for place in placement], speeds[: len(balance)]]
     found, ahead, behind, raced = (
         taken(model, x, balance, modes, schedule, split, chunks, squares, placement, pace, whole) for pace in paces
     )
     most = [*map(max, found, ahead, behind)]
-    assert [each.total for each in rehearsal.bytes] == pytest.approx(most, rel=0.05, abs=4096)
+    assert [each.total for each in ran_dry.bytes] == pytest.approx(most, rel=0.05, abs=4096)
     # Whichever stage is ahead of the others.
-    assert all(each.total >= 0.9 * size - 4096 for each, size in zip(rehearsal.bytes, raced, strict=True))
-    assert all(min(each.by_kind.values()) >= 0 for each in rehearsal.bytes)
+    assert all(each.total >= 0.9 * size - 4096 for each, size in zip(ran_dry.bytes, raced, strict=True))
+    assert all(min(each.by_kind.values()) >= 0 for each in ran_dry.bytes)
     # The account leaves much out, and is there to tell ways to train from each other.
-    assert all(0.5 * true <= need.total <= 2.5 * true for need, true in zip(way.account, found, strict=True))
+    assert all(0.5 * true <= need.total <= 2.5 * true for need, true in zip(candidate.account, found, strict=True))
 
 
 def test_what_is_tied_is_on_every_stage_that_uses_it():
@@ -231,7 +231,7 @@ def test_no_sizes(wrong: str | int):
 
 
 @pytest.mark.usefixtures("layers_take_as_long")
-def test_a_plan_fits_by_its_rehearsal_where_the_account_says_less():
+def test_a_plan_fits_by_its_dry_run_where_the_account_says_less():
     """Of layers that work in place, the account leaves a twentieth out."""
     model, x = nn.Sequential(*[PIECES["in place"]() for _ in range(4)]), torch.randn(ROWS, WIDTH)
     given = {**SQUARES, "chunks": 4, "schedule": "1f1b", "calibrate": False}
@@ -242,7 +242,7 @@ def test_a_plan_fits_by_its_rehearsal_where_the_account_says_less():
     assert found.predicted.bytes[0].total <= room
 
 
-def test_a_plan_fits_by_its_rehearsal_where_the_account_says_more():
+def test_a_plan_fits_by_its_dry_run_where_the_account_says_more():
     """Of two stages on a device, the account adds up peaks that come at different times."""
     model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)])
     x, devices = torch.randn(ROWS, WIDTH), ["cpu:0", "cpu:1"]

@@ -8,8 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gpipe._plan._arguments import MODES, SCHEDULES, placed, read_chunks
-from gpipe._plan._bytes import held
-from gpipe._plan._candidate import Space
+from gpipe._plan._bytes import in_flight_peaks
+from gpipe._plan._candidate import SearchSpace
 from gpipe._plan._costs import Measured
 from gpipe._plan._infeasible import explain, relaxations
 from gpipe._plan._links import Links, along, links
@@ -72,23 +72,27 @@ def test_devices_that_differ(measured: Measured, data: st.DataObject):
     """In no order of the devices does anything fit that is missed, or that is faster."""
     each = st.tuples(st.sampled_from([0.6, 1.0, 1.5, None]), st.sampled_from([0.5, 1.0, 2.0]))
     given = data.draw(st.lists(each, min_size=measured.devices, max_size=measured.devices), label="memory and speeds")
-    size = min(way.fullest for way in everything(space_of(measured)))
+    size = min(candidate.fullest for candidate in everything(space_of(measured)))
     memory = [None if share is None else int(share * size) for share, _ in given]
     speeds, between = [speed for _, speed in given], data.draw(all_links(measured.devices), label="links")
 
-    def in_order(order: tuple[int, ...]) -> Space:
+    def in_order(order: tuple[int, ...]) -> SearchSpace:
         there = replace(
-            measured, speeds=tuple(speeds[k] for k in order), order=order, links=along(between, order), apart=True
+            measured,
+            speeds=tuple(speeds[k] for k in order),
+            order=order,
+            links=along(between, order),
+            separate_memory=True,
         )
         return replace(space_of(there), memory=there.ordered(memory))
 
     spaces = [in_order(order) for order in orders([*zip(memory, speeds, strict=True)], between)]
     all_spaces = [in_order(order) for order in permutations(range(measured.devices))]
-    every = [way for space in all_spaces for way in everything(space) if way.fits(space.memory)]
+    every = [candidate for space in all_spaces for candidate in everything(space) if candidate.fits(space.memory)]
     found = search(spaces)
-    assert all(way.fits(way.costs.measured.ordered(memory)) for way in found) == bool(every)
+    assert all(candidate.fits(candidate.costs.measured.ordered(memory)) for candidate in found) == bool(every)
     if every:
-        assert found[0].seconds <= 1.02 * min(way.seconds for way in every)
+        assert found[0].seconds <= 1.02 * min(candidate.seconds for candidate in every)
 
 
 @given(st.lists(st.tuples(st.sampled_from([1, 2, 3]), st.sampled_from([1.0, 2.0])), min_size=1, max_size=9), st.data())
@@ -176,11 +180,11 @@ def test_a_stage_holds_what_its_order_of_actions_says(
     (placement,) = placed([schedule], devices, 2 * devices)
     j, splits = data.draw(st.integers(0, len(placement) - 1)), schedule in SPLITTING and data.draw(st.booleans())
     program = named(schedule, m, placement, checkpoint_stops(mode, m, len(placement)), [j] if splits else [])[j]
-    most = held(schedule, mode, m, placement, j, splits)
-    assert max(each.whole + each.bare for each in most) == in_flight(program)
-    assert all(each.late < each.whole and (mode != "never" or not each.bare) for each in most)
+    most = in_flight_peaks(schedule, mode, m, placement, j, splits)
+    assert max(each.full + each.inputs_only for each in most) == in_flight(program)
+    assert all(each.awaiting_weights < each.full and (mode != "never" or not each.inputs_only) for each in most)
     # What is checkpointed is there as a whole while it is computed only; the last micro-batch need not be that.
-    assert mode == "never" or splits or max(each.whole for each in most) <= 1 + (mode == "except_last")
+    assert mode == "never" or splits or max(each.full for each in most) <= 1 + (mode == "except_last")
 
 
 @given(measurements(most_stages=1))
@@ -188,7 +192,7 @@ def test_a_stage_takes_its_layers_and_its_loss_once_and_what_is_computed_again(m
     def with_loss(profile: Profile) -> Profile:
         return replace(profile, loss=profile.layers[0], others=tuple(map(with_loss, profile.others)))
 
-    costs = replace(measured, profile=with_loss(measured.profile), action=0.0, crowding=2.0).cut(2)
+    costs = replace(measured, profile=with_loss(measured.profile), action=0.0, cpu_contention=2.0).cut(2)
     layers = costs.profile.layers
     work = 2 * (sum(layer.seconds for layer in layers) + costs.profile.loss.seconds)
     forwards = [2 * layer.forward_seconds for layer in layers]

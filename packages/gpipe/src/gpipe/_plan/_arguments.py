@@ -73,6 +73,7 @@ def read_facts(devices: Any) -> tuple[Any, list[Facts]]:
     >>> names, [each.speed for each in facts]
     (['24GB', '24GB', '80GB'], [0.5, 0.5, None])
     """
+    devices = [devices] if _has_facts(devices) else devices
     if not isinstance(devices, (list, tuple)) or not any(map(_has_facts, devices)):
         return devices, []
     names, facts = list[Any](), list[Facts]()
@@ -235,13 +236,13 @@ def _placement(name: str, devices: int) -> tuple[int, ...]:
     return tuple(usual_placement(name, devices * LOOPS if name == "zbv" else devices))
 
 
-def read_modes(checkpoint: str | None, *, apart: bool) -> Sequence[str]:
+def read_modes(checkpoint: str | None, *, separate_memory: bool) -> Sequence[str]:
     """Return the checkpoint modes to search.
 
     Args:
         checkpoint: the only one, or None to search.
-        apart: whether devices have their own memory.
+        separate_memory: whether devices have their own memory.
     """
     if checkpoint is not None:
         return (checked_mode(checkpoint),)
-    return (*MODES, OFFLOAD) if apart else MODES
+    return (*MODES, OFFLOAD) if separate_memory else MODES

@@ -34,9 +34,9 @@ from ..schedule import Action, Kind, Schedule
 from ..timeline import record
 from ..values._leaves import storage_id, tensors_of
 from ._arguments import rows_of
+from ._dry_run import first
 from ._loss import StepLoss
 from ._planned import Planned, as_input, planned
-from ._rehearse import first
 
 ROUNDS = 3
 """The minimum number of timed steps per micro-batch size."""

@@ -1,7 +1,7 @@
 """Memory estimate: the micro-batches that a stage holds at once, times the bytes of its layers.
 
 It is used to compare candidates. It ignores details of the engine, such as shared memory and the time at which a
-gradient is released. :mod:`gpipe._plan._rehearse` runs the chosen plan to count these.
+gradient is released. :mod:`gpipe._plan._dry_run` runs the chosen plan to count these.
 """
 
 from __future__ import annotations
@@ -57,38 +57,40 @@ class DeviceBytes:
         return asdict(self)
 
 
-class Held(NamedTuple):
+class InFlight(NamedTuple):
     """The numbers of micro-batches that a stage holds at once, including the one that it computes.
 
     Attributes:
-        whole: micro-batches that hold all their saved tensors.
-        late: the part of ``whole`` that waits for the backward of the weights.
-        bare: micro-batches that hold only their inputs, or whose saved tensors are on the host.
+        full: micro-batches that hold all their saved tensors.
+        awaiting_weights: the part of ``full`` that waits for the backward of the weights.
+        inputs_only: micro-batches that hold only their inputs, or whose saved tensors are on the host.
     """
 
-    whole: int
-    late: int
-    bare: int
+    full: int
+    awaiting_weights: int
+    inputs_only: int
 
-    def covers(self, other: Held) -> bool:
-        """Return whether this holds at least as much as ``other``. A ``whole`` micro-batch includes its input."""
+    def covers(self, other: InFlight) -> bool:
+        """Return whether this holds at least as much as ``other``. A ``full`` micro-batch includes its input."""
         return (
-            self.whole >= other.whole and self.late >= other.late and self.whole + self.bare >= other.whole + other.bare
+            self.full >= other.full
+            and self.awaiting_weights >= other.awaiting_weights
+            and self.full + self.inputs_only >= other.full + other.inputs_only
         )
 
 
 @lru_cache(maxsize=4096)
-def held(
+def in_flight_peaks(
     schedule: str, mode: str, microbatches: int, placement: tuple[int, ...], stage: int, splits: bool
-) -> list[Held]:
+) -> list[InFlight]:
     """Return the peak states of a stage: at any other time, it holds no more of any kind than in one of these.
 
-    >>> held("1f1b", "never", 8, (0, 1, 2, 3), 1, False)
-    [Held(whole=3, late=0, bare=0)]
-    >>> held("1f1b", "except_last", 8, (0, 1, 2, 3), 1, False)
-    [Held(whole=2, late=0, bare=1)]
-    >>> held("fill_drain", "offload", 8, (0, 1, 2, 3), 1, False)
-    [Held(whole=2, late=0, bare=6)]
+    >>> in_flight_peaks("1f1b", "never", 8, (0, 1, 2, 3), 1, False)
+    [InFlight(full=3, awaiting_weights=0, inputs_only=0)]
+    >>> in_flight_peaks("1f1b", "except_last", 8, (0, 1, 2, 3), 1, False)
+    [InFlight(full=2, awaiting_weights=0, inputs_only=1)]
+    >>> in_flight_peaks("fill_drain", "offload", 8, (0, 1, 2, 3), 1, False)
+    [InFlight(full=2, awaiting_weights=0, inputs_only=6)]
     """
     # With more micro-batches, only schedules that begin with all forwards hold more.
     m = microbatches if schedule in WAITING else min(microbatches, 3 * len(placement))
@@ -96,31 +98,33 @@ def held(
     lane = lanes(schedule, m, placement, stop, [stage] if splits else [])[placement[stage]]
     if mode == OFFLOAD:
         (lane,) = with_offloads(walk_of([lane]), [stage])
-    return held_in(lane, stage, stop)
+    return in_flight_peaks_in(lane, stage, stop)
 
 
-def held_in(lane: Lane, stage: int, stop: int) -> list[Held]:
-    """Return the peak states of a stage, as :func:`held`, in the steps of its worker.
+def in_flight_peaks_in(lane: Lane, stage: int, stop: int) -> list[InFlight]:
+    """Return the peak states of a stage, as :func:`in_flight_peaks`, in the steps of its worker.
 
     Micro-batches below ``stop`` are checkpointed.
     """
-    whole, late, bare, leaving = set[int](), set[int](), set[int](), set[int]()
-    found = set[Held]()
+    full, awaiting_weights, inputs_only, leaving = set[int](), set[int](), set[int](), set[int]()
+    found = set[InFlight]()
     for j, (kind, i) in lane:
         if j != stage:
             continue
         if kind in TRIPS:
             leaving.clear()  # the memory of the previous one is free
         if kind is Kind.OFFLOAD:
-            whole.discard(i)
+            full.discard(i)
             leaving.add(i)
-            bare.add(i)
+            inputs_only.add(i)
             continue
-        for some in (whole, late, bare):
-            some.discard(i)
-        found.add(Held(1 + len(whole) + len(late) + len(leaving), len(late), len(bare - leaving)))
+        for held in (full, awaiting_weights, inputs_only):
+            held.discard(i)
+        most = 1 + len(full) + len(awaiting_weights) + len(leaving)
+        found.add(InFlight(most, len(awaiting_weights), len(inputs_only - leaving)))
         if kind is not Kind.BACKWARD and kind is not Kind.BACKWARD_WEIGHT:
-            (bare if kind is Kind.FORWARD and i < stop else late if kind is Kind.BACKWARD_INPUT else whole).add(i)
+            is_checkpointed = kind is Kind.FORWARD and i < stop
+            (inputs_only if is_checkpointed else awaiting_weights if kind is Kind.BACKWARD_INPUT else full).add(i)
     return sorted(each for each in found if not any(other != each and other.covers(each) for other in found))
 
 
@@ -150,10 +154,10 @@ class StageBytes(NamedTuple):
         """The bytes of a micro-batch that move to the host."""
         return self.kept - self.near
 
-    def at_peak(self, moments: Iterable[Held], mode: str) -> DeviceBytes:
+    def at_peak(self, moments: Iterable[InFlight], mode: str) -> DeviceBytes:
         """Return the bytes in the largest of these states."""
         bare = self.near if mode == OFFLOAD else self.bare
-        most = max((n.whole - 1) * self.kept + n.late * self.waiting + n.bare * bare for n in moments)
+        most = max((n.full - 1) * self.kept + n.awaiting_weights * self.waiting + n.inputs_only * bare for n in moments)
         return DeviceBytes(self.parameters, self.gradients, self.optimizer, most, self.transient)
 
 

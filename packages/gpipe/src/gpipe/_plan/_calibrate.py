@@ -15,9 +15,9 @@ from microbatch import scatter
 
 from ._candidate import Candidate, by_seconds
 from ._data import Expected
+from ._dry_run import tried_pipe
 from ._loss import StepLoss
 from ._planned import Planned
-from ._rehearse import tried_pipe
 from ._verify import timed
 
 UNSURE = Expected(0.88, 1.0, 1.25)
@@ -43,7 +43,7 @@ def calibrated(
     fits: Callable[[Candidate], bool],
     found: Sequence[Candidate],
     try_out: Callable[[Candidate], list[float]],
-    rehearse: Callable[[Candidate], Candidate],
+    dry_run: Callable[[Candidate], Candidate],
 ) -> tuple[list[Candidate], Expected, str]:
     """Return the candidates, the best first. Tried candidates have measured seconds.
 
@@ -53,50 +53,63 @@ def calibrated(
         fits: returns whether a candidate fits into the memory of the devices.
         found: the results of the search, the best first; that one fits according to its dry run.
         try_out: trains a candidate for some steps, and returns their seconds.
-        rehearse: returns a candidate with the bytes of a dry run.
+        dry_run: returns a candidate with the bytes of a dry run.
     """
     near = [each for each in found if each.seconds <= _WORTH * found[0].seconds]
-    ways = [found[0], *(way for way in map(rehearse, near[1:_MOST]) if fits(way))]
-    trials = _race(ways, try_out)
+    candidates = [found[0], *(candidate for candidate in map(dry_run, near[1:_MOST]) if fits(candidate))]
+    trials = _race(candidates, try_out)
     medians = [median(trial) for trial in trials]
     # Choose the simplest candidate that is about as fast as the fastest.
     tied = [k for k, seconds in enumerate(medians) if seconds <= min(medians) * (1 + CLOSE)]
-    best = min(tied, key=lambda k: ways[k].simplicity)
+    best = min(tied, key=lambda k: candidates[k].simplicity)
     # Predictions of untried candidates are corrected by the median error of the tried ones.
-    off = median(seconds / way.seconds for way, seconds in zip(ways, medians, strict=True))
-    tried = {way.key: replace(way, seconds=seconds) for way, seconds in zip(ways, medians, strict=True)}
+    off = median(seconds / candidate.seconds for candidate, seconds in zip(candidates, medians, strict=True))
+    tried = {
+        candidate.key: replace(candidate, seconds=seconds)
+        for candidate, seconds in zip(candidates, medians, strict=True)
+    }
     every = {each.key: replace(each, seconds=off * each.seconds) for each in found} | tried
-    chosen = every.pop(ways[best].key)
+    chosen = every.pop(candidates[best].key)
     low, high = min(trials[best]) / medians[best], max(trials[best]) / medians[best]
     return (
         [chosen, *by_seconds(every.values())],
         Expected((1 - _APART) * low, 1.0, (1 + _APART) * high),
-        f"calibrated with a copy of the model: {len(ways)} candidates were trained in interleaved steps, and the "
+        f"calibrated with a copy of the model: {len(candidates)} candidates were trained in interleaved steps, and the "
         f"simplest within {CLOSE:.0%} of the fastest was chosen; steps took {off:.2f} times as long as predicted",
     )
 
 
-def _race(ways: Sequence[Candidate], try_out: Callable[[Candidate], list[float]]) -> list[list[float]]:
+def _race(candidates: Sequence[Candidate], try_out: Callable[[Candidate], list[float]]) -> list[list[float]]:
     """Return the seconds of each candidate's steps. Candidates are interleaved, so that slow periods affect all."""
-    trials: list[list[float]] = [[] for _ in ways]
+    trials: list[list[float]] = [[] for _ in candidates]
     for _ in range(_TURNS):
-        for way, trial in zip(ways, trials, strict=True):
-            trial += try_out(way)
+        for candidate, trial in zip(candidates, trials, strict=True):
+            trial += try_out(candidate)
         if sum(map(sum, trials)) > _SECONDS:
             break
     return trials
 
 
 def train(
-    model: Planned, copied: nn.Module, devices: Sequence[torch.device], x: Any, y: Any, loss: StepLoss, way: Candidate
+    model: Planned,
+    copied: nn.Module,
+    devices: Sequence[torch.device],
+    x: Any,
+    y: Any,
+    loss: StepLoss,
+    candidate: Candidate,
 ) -> list[float]:
     """Return the seconds of some training steps, after warm-up steps."""
-    measured = way.costs.measured
+    measured = candidate.costs.measured
     own = [measured.ordered(devices)[place] for place in measured.placement]
-    pipe = tried_pipe(model, copied, own, way.chunks, way)
+    pipe = tried_pipe(model, copied, own, candidate.chunks, candidate)
     # If zero bubble is passed by its name, the pipe measures in its first steps which backwards are worth splitting.
-    microbatches = len(scatter(x, way.chunks))  # fewer than chunks if there are few rows
+    microbatches = len(scatter(x, candidate.chunks))  # fewer than chunks if there are few rows
     with closing(pipe):
         return timed(
-            pipe, x, y, loss.arguments(), way.program(microbatches) if way.split or way.order else way.schedule
+            pipe,
+            x,
+            y,
+            loss.arguments(),
+            candidate.program(microbatches) if candidate.split or candidate.order else candidate.schedule,
         )

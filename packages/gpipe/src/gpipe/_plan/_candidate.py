@@ -1,4 +1,4 @@
-"""Candidate configurations with predicted time and memory, and the :class:`Space` that is searched."""
+"""Candidate configurations with predicted time and memory, and the :class:`SearchSpace` that is searched."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ._costs import Costs, Measured, bounds
 
 
 @dataclass(frozen=True)
-class Space:
+class SearchSpace:
     """The configurations to search for one placement of stages.
 
     Attributes:
@@ -56,10 +56,13 @@ class Space:
         room = self.rooms[j]
         return 0.0 if room is None else size / max(room, 1)
 
-    def share_of(self, way: Candidate) -> float:
+    def share_of(self, candidate: Candidate) -> float:
         """Return the largest share of any stage; above 1 if the candidate does not fit."""
-        stages = enumerate(zip(bounds(way.sizes), way.modes, strict=True))
-        needs = (way.costs.stage_bytes(j, *own, mode, way.schedule, j in way.split) for j, (own, mode) in stages)
+        stages = enumerate(zip(bounds(candidate.sizes), candidate.modes, strict=True))
+        needs = (
+            candidate.costs.stage_bytes(j, *own, mode, candidate.schedule, j in candidate.split)
+            for j, (own, mode) in stages
+        )
         return max(self.share(j, need.total) for j, need in enumerate(needs))
 
 
@@ -74,7 +77,7 @@ class Candidate:
         modes: the checkpoint mode of each stage.
         seconds: the seconds of a step.
         split: the indices of the stages whose backward is split.
-        rehearsed: the bytes of each device in a dry run; empty before a dry run.
+        dry_run_bytes: the bytes of each device in a dry run; empty before a dry run.
         note: how the bytes were obtained, as a note of the plan.
         order: the searched schedule; None for a named one.
     """
@@ -85,7 +88,7 @@ class Candidate:
     modes: tuple[str, ...]
     seconds: float
     split: tuple[int, ...] = ()
-    rehearsed: tuple[DeviceBytes, ...] = ()
+    dry_run_bytes: tuple[DeviceBytes, ...] = ()
     note: str = ""
     order: Schedule | None = None
 
@@ -108,7 +111,7 @@ class Candidate:
 
     @property
     def bytes(self) -> tuple[DeviceBytes, ...]:
-        return self.rehearsed or self.account
+        return self.dry_run_bytes or self.account
 
     @cached_property
     def host_bytes(self) -> int:

@@ -14,7 +14,7 @@ from ..schedule import SPLIT_SECONDS, SPLITTING, Kind, Schedule, checkpoint_stop
 from ..timeline import StageCost
 from ..timeline._hops import Link
 from ._arguments import OFFLOAD
-from ._bytes import DeviceBytes, StageBytes, held, held_in, kept_and_peak
+from ._bytes import DeviceBytes, StageBytes, in_flight_peaks, in_flight_peaks_in, kept_and_peak
 from ._host import Host, device_bytes, parameter_bytes, share_of_device
 
 SPLIT_PYTHON = 130e-6
@@ -51,10 +51,10 @@ class Measured:
         rows: the number of rows of the mini-batch.
         input_bytes: the bytes of the mini-batch.
         needs_gradient: whether the mini-batch requires a gradient.
-        apart: whether each device has its own memory, so that stages copy their inputs.
+        separate_memory: whether each device has its own memory, so that stages copy their inputs.
         placement, links: the device of each stage, and the link to it from the previous stage.
         action, step: the seconds that the engine adds per action and per step.
-        crowding: the factor by which devices slow each other down if there are fewer CPU cores than devices.
+        cpu_contention: the factor by which devices slow each other down if there are fewer CPU cores than devices.
         ties: the parameters that several layers share.
         whole_loss: whether the loss is computed once, on the outputs of the full mini-batch.
         host: the host.
@@ -67,12 +67,12 @@ class Measured:
     rows: int
     input_bytes: int
     needs_gradient: bool
-    apart: bool
+    separate_memory: bool
     placement: tuple[int, ...]
     links: tuple[Link, ...]
     action: float = 0.0
     step: float = 0.0
-    crowding: float = 1.0
+    cpu_contention: float = 1.0
     ties: tuple[SharedParameter, ...] = ()
     whole_loss: bool = False
     host: Host = field(default_factory=Host)
@@ -126,14 +126,14 @@ class Costs:
         return seconds
 
     def _forward(self, layers: Sequence[LayerProfile]) -> float:
-        return self.measured.crowding * sum(layer.forward_seconds or 0.0 for layer in layers)
+        return self.measured.cpu_contention * sum(layer.forward_seconds or 0.0 for layer in layers)
 
     def _backward(self, layers: Sequence[LayerProfile]) -> float:
-        return self.measured.crowding * sum(layer.backward_seconds or 0.0 for layer in layers)
+        return self.measured.cpu_contention * sum(layer.backward_seconds or 0.0 for layer in layers)
 
     def _backward_input(self, layers: Sequence[LayerProfile]) -> float | None:
         known = [each.backward_input_seconds for each in layers if each.backward_input_seconds is not None]
-        return self.measured.crowding * sum(known) if len(known) == len(layers) else None
+        return self.measured.cpu_contention * sum(known) if len(known) == len(layers) else None
 
     def _loss(self, end: int) -> float:
         """Return the seconds of a micro-batch's loss in the stage that ends at layer ``end``."""
@@ -214,7 +214,7 @@ class Costs:
         found, placement = [DeviceBytes(0, 0, 0, 0, 0)] * self.measured.devices, self.measured.placement
         lines, stops = order.on(placement), checkpoint_stops(modes, self.chunks, len(modes))
         for j, (own, mode, place) in enumerate(zip(bounds(sizes), modes, placement, strict=True)):
-            found[place] += self.stage_bytes_of(*own).at_peak(held_in(lines[place], j, stops[j]), mode)
+            found[place] += self.stage_bytes_of(*own).at_peak(in_flight_peaks_in(lines[place], j, stops[j]), mode)
         return tuple(found)
 
     def device_bytes(
@@ -244,7 +244,7 @@ class Costs:
         return device_bytes(self.measured.placement, stages, buffers)
 
     def _at_peak(self, j: int, first: int, end: int, mode: str, schedule: str, splits: bool) -> DeviceBytes:
-        moments = held(schedule, mode, self.chunks, self.measured.placement, j, splits)
+        moments = in_flight_peaks(schedule, mode, self.chunks, self.measured.placement, j, splits)
         return self.stage_bytes_of(first, end).at_peak(moments, mode)
 
     def host_bytes(self, sizes: Sequence[int], modes: Sequence[str], schedule: str, split: Sequence[int] = ()) -> int:
@@ -252,8 +252,8 @@ class Costs:
         found, placement = parameter_bytes(self.measured), self.measured.placement
         for j, (own, mode) in enumerate(zip(bounds(sizes), modes, strict=True)):
             if mode == OFFLOAD:
-                moments = held(schedule, mode, self.chunks, placement, j, j in split)
-                found += max(each.bare for each in moments) * self.stage_bytes_of(*own).far
+                moments = in_flight_peaks(schedule, mode, self.chunks, placement, j, j in split)
+                found += max(each.inputs_only for each in moments) * self.stage_bytes_of(*own).far
         return found
 
     def stage_bytes_of(self, first: int, end: int) -> StageBytes:
@@ -271,8 +271,8 @@ class Costs:
         if whole:
             peak = self._peak_of_all(peak, kept, output, loss)
         # In shared memory, the input belongs to the previous stage, as its output, or to the caller.
-        copied = self.incoming[first] if measured.apart and first else 0
-        moved = measured.input_bytes if measured.apart and not first else 0
+        copied = self.incoming[first] if measured.separate_memory and first else 0
+        moved = measured.input_bytes if measured.separate_memory and not first else 0
         ties = [tie for tie in measured.ties if tie.layers[0] < first and any(first <= k < end for k in tie.layers)]
         bare, last = copied + output, layers[-1].output_bytes
         return StageBytes(

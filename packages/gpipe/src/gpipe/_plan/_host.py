@@ -115,9 +115,9 @@ def parameter_bytes(measured: Measured) -> int:
     return sum(each.parameter_bytes + each.trainable_bytes for each in measured.profile) + sum(measured.optimizer)
 
 
-def told(way: Candidate) -> list[str]:
+def told(candidate: Candidate) -> list[str]:
     """Return the notes of a plan about what is on the host."""
-    measured, notes = way.costs.measured, list[str]()
+    measured, notes = candidate.costs.measured, list[str]()
     host, of_parameters = measured.host, parameter_bytes(measured)
     of = "" if host.memory is None else f" of {format_bytes(host.memory)}"
     link = f"links to the host are assumed to send {host.bandwidth / 1e9:.4g} GB/s in each direction"
@@ -126,7 +126,7 @@ def told(way: Candidate) -> list[str]:
             f"parameters, gradients and the optimizer's state are on the host: {format_bytes(of_parameters)}{of}; "
             f"{link}, and the time of the optimizer is not included"
         )
-    if saved := way.host_bytes - of_parameters:
+    if saved := candidate.host_bytes - of_parameters:
         assumed = "" if host.parameters else f"; {link}"
         notes.append(f"up to {format_bytes(saved)} of saved tensors are on the host at a time{assumed}")
     return notes

@@ -14,7 +14,7 @@ from profiler.text import format_bytes
 from ..schedule._named import BREADTH_FIRST
 from ..timeline._hops import Link
 from ._arguments import SCHEDULES, placed, read_chunks, read_modes
-from ._candidate import Candidate, Space
+from ._candidate import Candidate, SearchSpace
 from ._costs import Measured
 from ._host import looped, parameter_bytes
 from ._loss import waiting
@@ -56,7 +56,7 @@ def _of_host(memory: int, needed: int, what: str) -> Infeasible:
     )
 
 
-def explain(space: Space, best: Candidate, devices: Sequence[str], advice: str = "") -> Infeasible:
+def explain(space: SearchSpace, best: Candidate, devices: Sequence[str], advice: str = "") -> Infeasible:
     """Return the error for a search whose ``best`` candidate does not fit, ending with ``advice``."""
     share, host = space.share_of(best), space.measured.host
     if host.memory is not None and not best.fits_host and share <= 1:
@@ -92,23 +92,23 @@ def recompute_blocks(model: nn.Module) -> str:
     )
 
 
-def _something_fits(space: Space) -> bool:
-    way = nearest(space)
+def _something_fits(space: SearchSpace) -> bool:
+    candidate = nearest(space)
     if not space.measured.host.parameters:
-        return way.fits(space.limits)
-    sizes = way.costs.device_bytes_with_host(way.sizes, way.modes, way.schedule)
-    return replace(way, rehearsed=sizes).fits(space.memory)
+        return candidate.fits(space.limits)
+    sizes = candidate.costs.device_bytes_with_host(candidate.sizes, candidate.modes, candidate.schedule)
+    return replace(candidate, dry_run_bytes=sizes).fits(space.memory)
 
 
-def relaxations(space: Space) -> dict[str, Space]:
+def relaxations(space: SearchSpace) -> dict[str, SearchSpace]:
     """Return the search spaces for other arguments, by a text that describes the change; small changes first."""
     measured, stages = space.measured, space.measured.stages
     early = placed(SCHEDULES, stages, 0)[measured.placement] if stages == measured.devices else []
     plain = waiting(early) if measured.whole_loss else early
     # A profile with a single number of rows does not predict other micro-batch sizes.
     more = [m for m in read_chunks(None, measured.rows) if m > space.chunks[-1]] if measured.profile.others else []
-    found: dict[str, Space] = {}
-    modes = read_modes(None, apart=measured.apart)
+    found: dict[str, SearchSpace] = {}
+    modes = read_modes(None, separate_memory=measured.separate_memory)
     if space.modes != modes:
         found["checkpoint=None, so that the plan may choose"] = replace(space, modes=modes)
     if more:
@@ -142,7 +142,7 @@ def relaxations(space: Space) -> dict[str, Space]:
     return found
 
 
-def _on_more(space: Space, stages: int) -> Space:
+def _on_more(space: SearchSpace, stages: int) -> SearchSpace:
     """Return the space with more devices, equal to the last one. Links are free if there is only one device so far."""
 
     def longer(each: Sequence[Any]) -> Any:

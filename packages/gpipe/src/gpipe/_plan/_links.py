@@ -98,8 +98,14 @@ def levels(bandwidths: Mapping[Pair, float]) -> dict[Pair, float]:
 
 
 def measured_host_bandwidth(devices: Sequence[torch.device]) -> float:
-    """Return the bytes per second between pinned memory of the host and the device with the slowest link to it."""
-    pinned, host = torch.empty(_SIZE, dtype=torch.uint8, pin_memory=True), torch.device("cpu")
+    """Return the bytes per second between pinned memory of the host and the device with the slowest link to it.
+
+    The default is assumed for devices without pinned memory.
+    """
+    try:
+        pinned, host = torch.empty(_SIZE, dtype=torch.uint8, pin_memory=True), torch.device("cpu")
+    except RuntimeError:
+        return LINK.bandwidth
     return min(
         min(_bandwidth(pinned, device), _bandwidth(pinned.to(device), host, into=pinned)) for device in {*devices}
     )

@@ -24,9 +24,10 @@ from . import _arguments
 from ._arguments import OFFLOAD, SEARCH
 from ._blocks import Training, with_own_loss
 from ._calibrate import UNSURE, calibrated, train
-from ._candidate import Candidate, Space, by_seconds
+from ._candidate import Candidate, SearchSpace, by_seconds
 from ._costs import Measured
 from ._data import Alternative, Expected, Prediction, layer_keys
+from ._dry_run import ACCOUNT, dry_run
 from ._fake_devices import FakeDevices, read_fake
 from ._host import NOTE, read_host, told
 from ._infeasible import expect_host, explain, recompute_blocks
@@ -37,7 +38,6 @@ from ._optimizer import optimizer_bytes
 from ._ordered import WORTH, ordered
 from ._plan import Plan, remembering
 from ._planned import as_input, planned
-from ._rehearse import ACCOUNT, rehearsed
 from ._request import Request, chunks_to_search, read_placements, read_places, read_profile
 from ._search import NEAR, search
 from ._without_weights import with_packed
@@ -93,8 +93,9 @@ def plan(
         target, loss_fn, reduction: as for :meth:`gpipe.GPipe.step`. If it is not known how to combine the losses of
             micro-batches, the plan computes the loss once, on the outputs of the full mini-batch, under
             ``"fill_drain"``. Without ``loss_fn``, the model's own loss is used if its forward computes one; otherwise
-            the loss counts as free. If ``loss_fn`` is a module, a copy is called. Any other object with state, such as
-            a metric, may contain fake tensors afterwards.
+            the loss counts as free. On hypothetical devices nothing runs that could show how a model's own loss adds
+            up, so pass ``reduction``. If ``loss_fn`` is a module, a copy is called. Any other object with state, such
+            as a metric, may contain fake tensors afterwards.
         optimizer: determines the size of its state: a name such as ``"adamw"``, ``"sgd"`` or ``"adamw_8bit"``, an
             optimizer or its class, or the bytes per trained parameter.
         memory: the limit of each device, in bytes or as text such as ``"24GiB"``; one for all devices, or a list. The
@@ -174,7 +175,7 @@ def plan(
         # Devices without a layer are not used, whatever is known of them.
         memory=_arguments.read_memory(memory, given, facts, _sizes_of(fake) if fake else None)[: len(places)],
         speeds=_arguments.read_speeds(speeds, len(given), facts)[: len(places)],
-        modes=_arguments.read_modes(checkpoint, apart=places[0].type != "cpu"),
+        modes=_arguments.read_modes(checkpoint, separate_memory=places[0].type != "cpu"),
         optimizer=optimizer_bytes(optimizer, found.layers.values()),
         profile=read_profile(profile, found.names, timed=fake is None),
         host=host,
@@ -199,7 +200,7 @@ def _planned(request: Request, *, calibrate: bool) -> Plan:
         return replace(found, notes=(*found.notes, note))
 
 
-def _chosen(request: Request, spaces: list[Space], *, calibrate: bool) -> Plan:
+def _chosen(request: Request, spaces: list[SearchSpace], *, calibrate: bool) -> Plan:
     found = _ordered(request, _search(request, spaces))
     spread = GUESSED if request.fake else UNSURE
     notes = [_source(request, found[0].costs.measured)]
@@ -207,27 +208,27 @@ def _chosen(request: Request, spaces: list[Space], *, calibrate: bool) -> Plan:
         try:
             given = request.places, request.sample, request.target, request.loss
             try_out = partial(train, request.model, copied(request.model.module), *given)
-            found, spread, note = calibrated(partial(_fits, request), found, try_out, partial(_rehearsed, request))
+            found, spread, note = calibrated(partial(_fits, request), found, try_out, partial(_dry_run, request))
         except torch.OutOfMemoryError:
             note = "not calibrated: not enough memory to train a copy of the model"
         notes.append(note)
     return remembering(_plan_of(found, request, spread, notes), request.loss, request.sample)
 
 
-def _fits(request: Request, way: Candidate) -> bool:
-    return way.fits(way.costs.measured.ordered(request.memory))
+def _fits(request: Request, candidate: Candidate) -> bool:
+    return candidate.fits(candidate.costs.measured.ordered(request.memory))
 
 
-REHEARSALS = 6
+MOST_SEARCHES = 6
 """The most searches: another one follows if the dry run of a plan takes more bytes than the limits allow."""
 
 
-def _search(request: Request, spaces: list[Space]) -> list[Candidate]:
+def _search(request: Request, spaces: list[SearchSpace]) -> list[Candidate]:
     """Return the candidates; the first fits according to its dry run. Raise Infeasible if none does."""
-    for _ in range(REHEARSALS):
+    for _ in range(MOST_SEARCHES):
         found = search(spaces)
         k = next(k for k, space in enumerate(spaces) if space.measured is found[0].costs.measured)
-        best = _rehearsed(request, found[0])
+        best = _dry_run(request, found[0])
         if best.fits(spaces[k].memory):
             return [best, *found[1:]]
         fitted = found[0].fits(spaces[k].limits)
@@ -243,28 +244,28 @@ def _ordered(request: Request, found: list[Candidate]) -> list[Candidate]:
     """Return the candidates; a searched order is first if it is requested or worth it."""
     if request.schedule not in (None, SEARCH):
         return found
-    best = {way.costs.measured.placement: way for way in reversed(found)}
-    ways = [ordered(way, way.costs.measured.ordered(request.memory)) for way in best.values()]
-    faster = by_seconds(way for way in ways if way is not None)
+    best = {candidate.costs.measured.placement: candidate for candidate in reversed(found)}
+    searched = [ordered(candidate, candidate.costs.measured.ordered(request.memory)) for candidate in best.values()]
+    faster = by_seconds(candidate for candidate in searched if candidate is not None)
     if request.schedule is None:
-        least = min(way.seconds for way in found)
-        faster = [way for way in faster if way.seconds < least * (1 - WORTH)]
-    fitting = (way for way in map(partial(_rehearsed, request), faster) if _fits(request, way))
+        least = min(candidate.seconds for candidate in found)
+        faster = [candidate for candidate in faster if candidate.seconds < least * (1 - WORTH)]
+    fitting = (candidate for candidate in map(partial(_dry_run, request), faster) if _fits(request, candidate))
     first = next(fitting, None)
     return found if first is None else [first, *found]
 
 
-def _rehearsed(request: Request, way: Candidate) -> Candidate:
+def _dry_run(request: Request, candidate: Candidate) -> Candidate:
     """Return the candidate with the bytes of a dry run.
 
     With a given profile, or on accelerators, there is no dry run, and the bytes are estimates.
     """
     if request.host.parameters:
-        sizes = way.costs.device_bytes_with_host(way.sizes, way.modes, way.schedule)
-        return replace(way, rehearsed=sizes, note=NOTE)
+        sizes = candidate.costs.device_bytes_with_host(candidate.sizes, candidate.modes, candidate.schedule)
+        return replace(candidate, dry_run_bytes=sizes, note=NOTE)
     if request.profile is not None or any(place.type not in ("cpu", "meta") for place in request.places):
-        return replace(way, note=f"{ACCOUNT}; plan.verify measures them")
-    return rehearsed(request.model, request.sample, request.target, request.loss, way)
+        return replace(candidate, note=f"{ACCOUNT}; plan.verify measures them")
+    return dry_run(request.model, request.sample, request.target, request.loss, candidate)
 
 
 def _source(request: Request, measured: Measured) -> str:
@@ -278,7 +279,8 @@ def _source(request: Request, measured: Measured) -> str:
         )
     rows = ", ".join(str(each.rows) for each in (*profile.others, profile))
     engine = f"the engine adds {measured.action * 1e6:.0f} µs per action and {measured.step * 1e6:.0f} µs per step"
-    return f"{len(profile)} layers measured on {profile.device} at {rows} rows; {link if measured.apart else engine}"
+    between = link if measured.separate_memory else engine
+    return f"{len(profile)} layers measured on {profile.device} at {rows} rows; {between}"
 
 
 def _sizes_of(fake: FakeDevices) -> list[int]:

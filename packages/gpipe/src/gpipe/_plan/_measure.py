@@ -19,14 +19,14 @@ from ..engine._cores import usable
 from ..engine._loss_value import LossValue
 from ._arguments import rows_of
 from ._blocks import Training, is_whole, profile_blocks
-from ._candidate import Space
+from ._candidate import SearchSpace
 from ._costs import Measured, SharedParameter
+from ._dry_run import returns_sums
 from ._fake_devices import estimated
 from ._links import along, measured_links
 from ._loss import waiting
 from ._orders import orders
 from ._planned import Planned
-from ._rehearse import returns_sums
 from ._request import Request
 from ._speeds import at_full_speed, estimated_speeds, measured_speeds, relative
 
@@ -37,7 +37,7 @@ ACTION, STEP = 60e-6, 5e-4
 """The seconds that the engine adds per action and per step on a CPU (``docs/benchmarks/engine.md``)."""
 
 
-def measure(request: Request) -> list[Space]:
+def measure(request: Request) -> list[SearchSpace]:
     """Return the space to search for each order of the devices and each placement of stages.
 
     For hypothetical devices, bytes are counted and seconds estimated.
@@ -51,26 +51,26 @@ def measure(request: Request) -> list[Space]:
 
     between = request.fake.links if request.fake else measured_links(request.places)
 
-    def of(order: tuple[int, ...], placement: tuple[int, ...], schedules: Sequence[str]) -> Space:
+    def of(order: tuple[int, ...], placement: tuple[int, ...], schedules: Sequence[str]) -> SearchSpace:
         measured = Measured(
             profile=found,
             optimizer=tuple(request.optimizer),
             rows=rows_of(request.sample),
             input_bytes=sum(tensor.nbytes for tensor in tensors),
             needs_gradient=any(tensor.requires_grad for tensor in tensors),
-            apart=not is_cpu,
+            separate_memory=not is_cpu,
             placement=placement,
             links=along(between, [order[device] for device in placement]),
             action=ACTION if is_cpu else 0.0,
             step=STEP if is_cpu else 0.0,
-            crowding=max(1.0, devices / cores) if is_cpu else 1.0,
+            cpu_contention=max(1.0, devices / cores) if is_cpu else 1.0,
             ties=ties,
             whole_loss=whole,
             host=request.host,
             speeds=tuple(speeds[k] for k in order),
             order=order,
         )
-        return Space(measured, request.chunks, schedules, request.modes, measured.ordered(request.memory))
+        return SearchSpace(measured, request.chunks, schedules, request.modes, measured.ordered(request.memory))
 
     searched = [(each, waiting(names) if whole else names) for each, names in request.placements.items()]
     of_devices = orders([*zip(request.memory, speeds, strict=True)], between)

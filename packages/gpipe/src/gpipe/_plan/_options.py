@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..schedule import Kind
 from ..timeline import StageCost
-from ._candidate import Space, stops_of
+from ._candidate import SearchSpace, stops_of
 from ._costs import Costs
 
 
@@ -35,7 +35,7 @@ class Options:
     A stage's memory and seconds depend only on its own layers and mode, so each range of layers is evaluated once.
     """
 
-    def __init__(self, space: Space, costs: Costs, schedule: str) -> None:
+    def __init__(self, space: SearchSpace, costs: Costs, schedule: str) -> None:
         self.space, self.costs, self.schedule = space, costs, schedule
         self._found: dict[tuple[int, int, int], list[StageOption]] = {}
 

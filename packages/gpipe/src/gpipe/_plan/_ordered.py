@@ -18,22 +18,22 @@ It is an order for one number of micro-batches, so it cannot run on a mini-batch
 """
 
 
-def ordered(way: Candidate, memory: Sequence[float | None]) -> Candidate | None:
+def ordered(candidate: Candidate, memory: Sequence[float | None]) -> Candidate | None:
     """Return the candidate with a searched order that is at least as fast and fits; None if there is none.
 
     Args:
-        way: a candidate with a named schedule.
+        candidate: a candidate with a named schedule.
         memory: the limit of each device.
     """
-    costs, m = way.costs, way.chunks
+    costs, m = candidate.costs, candidate.chunks
     measured = costs.measured
     # A search does not plan transfers to the host, and does not wait for a loss of the full mini-batch.
-    if measured.whole_loss or measured.host.parameters or OFFLOAD in way.modes:
+    if measured.whole_loss or measured.host.parameters or OFFLOAD in candidate.modes:
         return None
-    stages, own = costs.stage_costs(way.sizes, way.modes), bounds(way.sizes)
+    stages, own = costs.stage_costs(candidate.sizes, candidate.modes), bounds(candidate.sizes)
     split = [j for j, stage in enumerate(stages) if costs.splits("zero_bubble", *own[j], stage)]
     sizes = [costs.stage_bytes_of(*each) for each in own]
-    seconds, hops = [{kind: stage.seconds(kind) for kind in Kind} for stage in stages], costs.hops(way.sizes)
+    seconds, hops = [{kind: stage.seconds(kind) for kind in Kind} for stage in stages], costs.hops(candidate.sizes)
     try:
         order = search(
             m,
@@ -43,12 +43,14 @@ def ordered(way: Candidate, memory: Sequence[float | None]) -> Candidate | None:
             # Weight gradients that wait hold more, for a part of the time.
             activation_bytes=[each.kept + each.waiting * (j in split) for j, each in enumerate(sizes)],
             boundary_bytes=[each.bare for each in sizes],
-            memory=[None if room is None else max(0.0, room - way.fixed(k)) for k, room in enumerate(memory)],
-            checkpoint_stop=stops_of(way.modes, m),
+            memory=[None if room is None else max(0.0, room - candidate.fixed(k)) for k, room in enumerate(memory)],
+            checkpoint_stop=stops_of(candidate.modes, m),
             split=split,
         )
     except ValueError:  # not even one micro-batch fits beside the rest
         return None
     time = makespan(order.on(measured.placement), m, seconds, hops) + measured.step
-    found = replace(way, schedule=SEARCH, seconds=time, split=tuple(split), order=order, rehearsed=(), note="")
-    return found if found.seconds <= way.seconds and found.fits(memory) else None
+    found = replace(
+        candidate, schedule=SEARCH, seconds=time, split=tuple(split), order=order, dry_run_bytes=(), note=""
+    )
+    return found if found.seconds <= candidate.seconds and found.fits(memory) else None

@@ -20,7 +20,7 @@ from blockpartition import partition
 
 from ..schedule import SPLITTING
 from ._arguments import OFFLOAD
-from ._candidate import Candidate, Space, by_seconds, candidate_of
+from ._candidate import Candidate, SearchSpace, by_seconds, candidate_of
 from ._costs import Costs, bounds
 from ._options import Options, StageOption
 
@@ -48,7 +48,7 @@ _NEARBY = 2
 Sizes = tuple[int, ...]
 
 
-def search(spaces: Sequence[Space]) -> list[Candidate]:
+def search(spaces: Sequence[SearchSpace]) -> list[Candidate]:
     """Return the best candidate, then the best per number of chunks and schedule, sorted by time.
 
     The best is the simplest within :data:`NEAR` of the fastest: with the fewest stages, then the fewest chunks, then
@@ -64,11 +64,11 @@ def search(spaces: Sequence[Space]) -> list[Candidate]:
     return [best, *(each for each in found if each is not best)]
 
 
-def candidates(spaces: Sequence[Space]) -> Iterator[Candidate]:
+def candidates(spaces: Sequence[SearchSpace]) -> Iterator[Candidate]:
     """Yield the best candidate that fits per number of chunks and schedule, unless it cannot be the fastest."""
-    ways = [options for space in spaces for m in space.chunks for options in _options(space, m)]
+    every = [options for space in spaces for m in space.chunks for options in _options(space, m)]
     fastest = math.inf
-    for least, options in sorted(((_least(each), each) for each in ways), key=lambda pair: pair[0]):
+    for least, options in sorted(((_least(each), each) for each in every), key=lambda pair: pair[0]):
         space = options.space
         if least > fastest:
             return
@@ -81,7 +81,7 @@ def candidates(spaces: Sequence[Space]) -> Iterator[Candidate]:
             yield found
 
 
-def _options(space: Space, chunks: int) -> Iterator[Options]:
+def _options(space: SearchSpace, chunks: int) -> Iterator[Options]:
     costs = space.measured.cut(chunks)
     return (Options(space, costs, name) for name in space.schedules)
 
@@ -114,11 +114,11 @@ def best_of(options: Options) -> Candidate | None:
     found = list[Candidate]()
     for each in _starts(options):
         sizes = _placed(each)
-        if sizes is not None and (start := _Way.of(each, sizes)).candidate.fits_host:
+        if sizes is not None and (start := _LazyCandidate.of(each, sizes)).candidate.fits_host:
             found.append(start.improved().candidate)
             if {*start.candidate.modes} == {"never"}:
                 break  # other starts are the same
-    return min(found, key=lambda way: way.seconds, default=None)
+    return min(found, key=lambda candidate: candidate.seconds, default=None)
 
 
 def _starts(options: Options) -> Iterator[Options]:
@@ -133,7 +133,7 @@ def _starts(options: Options) -> Iterator[Options]:
     yield options
 
 
-class _Way:
+class _LazyCandidate:
     """A balance with an option per stage. Its seconds are computed lazily, by a replay."""
 
     def __init__(self, options: Options, sizes: Sizes, chosen: Sequence[StageOption]) -> None:
@@ -141,7 +141,7 @@ class _Way:
         self.bound = _bound(chosen, options.costs.hops(sizes)) if len(chosen) == len(sizes) else math.inf
 
     @classmethod
-    def of(cls, options: Options, sizes: Sizes) -> _Way:
+    def of(cls, options: Options, sizes: Sizes) -> _LazyCandidate:
         """Choose the fitting option with the least work for each stage. A stage without one is omitted."""
         return cls(
             options, sizes, [own for j, each in enumerate(bounds(sizes)) for own in options.fitting(j, *each)[:1]]
@@ -157,7 +157,7 @@ class _Way:
         """The seconds of a step; infinite if the host lacks memory."""
         return self.candidate.seconds if self.candidate.fits_host else math.inf
 
-    def improved(self) -> _Way:
+    def improved(self) -> _LazyCandidate:
         """Return the fastest one that a local search reaches by single changes."""
         costs = self._options.costs
         most = _LOADED if costs.measured.host.parameters else REPLAYED
@@ -171,14 +171,16 @@ class _Way:
             best = faster
         return best
 
-    def near(self) -> Iterator[_Way]:
+    def near(self) -> Iterator[_LazyCandidate]:
         """Yield the neighbors: one layer on a different stage, or a different option of one stage."""
         for sizes in shifted(self._sizes):
-            yield _Way.of(self._options, sizes)
+            yield _LazyCandidate.of(self._options, sizes)
         for j, own in enumerate(bounds(self._sizes)):
             for option in self._options.fitting(j, *own):
                 if option is not self._chosen[j]:
-                    yield _Way(self._options, self._sizes, [*self._chosen[:j], option, *self._chosen[j + 1 :]])
+                    yield _LazyCandidate(
+                        self._options, self._sizes, [*self._chosen[:j], option, *self._chosen[j + 1 :]]
+                    )
 
 
 def _bound(chosen: Sequence[StageOption], hops: Sequence[float]) -> float:
@@ -253,7 +255,7 @@ def divided(behind: Sequence[float], stages: int, weight: Weight, most: float) -
     return best[layers][1] if layers in best else None
 
 
-def nearest(space: Space) -> Candidate:
+def nearest(space: SearchSpace) -> Candidate:
     """Return the candidate whose largest share of a stage's memory is smallest."""
     # The smallest micro-batches take the least memory, or the largest if most of it does not depend on rows.
     chunks = sorted({space.chunks[0], space.chunks[-1]})
@@ -270,4 +272,4 @@ def least_memory(options: Options) -> Candidate:
     even = tuple(layers * (j + 1) // stages - layers * j // stages for j in range(stages))
     most = max(share(j, *own) for j, own in enumerate(bounds(even)))
     sizes = divided([0.0] * (layers + 1), stages, share, most) or even
-    return _Way(options, sizes, [options.least(j, *own) for j, own in enumerate(bounds(sizes))]).candidate
+    return _LazyCandidate(options, sizes, [options.least(j, *own) for j, own in enumerate(bounds(sizes))]).candidate

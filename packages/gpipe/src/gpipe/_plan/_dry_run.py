@@ -31,33 +31,41 @@ MOST = 512
 """The most layers times micro-batches. Larger dry runs would take minutes, and are skipped."""
 
 
-def rehearsed(model: Planned, x: Any, y: Any, loss: StepLoss, way: Candidate) -> Candidate:
+def dry_run(model: Planned, x: Any, y: Any, loss: StepLoss, candidate: Candidate) -> Candidate:
     """Return the candidate with the bytes of a dry run and a note. If no step can be run, its bytes are estimates.
 
     The ``model`` is unchanged, and may be on ``meta``.
     """
     # Twice as many as are ever in flight; under fill-drain, all of them are.
-    few = way.chunks if way.order or way.schedule == "fill_drain" else min(way.chunks, 2 * len(way.sizes) + 2)
+    few = (
+        candidate.chunks
+        if candidate.order or candidate.schedule == "fill_drain"
+        else min(candidate.chunks, 2 * len(candidate.sizes) + 2)
+    )
     if few * len(model.layers) > MOST:
-        return replace(way, note=f"{ACCOUNT}; the step is too long for a dry run")
+        return replace(candidate, note=f"{ACCOUNT}; the step is too long for a dry run")
     # On fake tensors, torch's CPU kernel of an LSTM does not show the memory that it saves for the backward.
-    if not way.costs.measured.apart and any(isinstance(each, nn.LSTM) for each in model.module.modules()):
-        return replace(way, note=f"{ACCOUNT}; there is no dry run for LSTMs on a CPU")
-    if OFFLOAD in way.modes:
-        return replace(way, note=f"{ACCOUNT}; there is no dry run with checkpoint='offload'")
+    if not candidate.costs.measured.separate_memory and any(
+        isinstance(each, nn.LSTM) for each in model.module.modules()
+    ):
+        return replace(candidate, note=f"{ACCOUNT}; there is no dry run for LSTMs on a CPU")
+    if OFFLOAD in candidate.modes:
+        return replace(candidate, note=f"{ACCOUNT}; there is no dry run with checkpoint='offload'")
     try:
-        peaks = peaks_of(model, x, y, loss, way, few)
+        peaks = peaks_of(model, x, y, loss, candidate, few)
     except Exception as error:
-        return replace(way, note=f"{ACCOUNT}; the dry run on fake tensors failed: {error!r:.200}")
+        return replace(candidate, note=f"{ACCOUNT}; the dry run on fake tensors failed: {error!r:.200}")
     # A dry run uses one memory, so add the optimizer's state and the copies between devices.
-    shared = replace(way.costs.measured, apart=False).cut(way.chunks)
-    alone = replace(way, costs=shared).account
-    found = zip(way.account, alone, peaks, strict=True)
-    rehearsed = tuple(_with(need, peak + need.optimizer + need.total - own.total) for need, own, peak in found)
-    return replace(way, rehearsed=rehearsed, note="bytes: counted in one step of the engine on fake tensors")
+    shared = replace(candidate.costs.measured, separate_memory=False).cut(candidate.chunks)
+    alone = replace(candidate, costs=shared).account
+    found = zip(candidate.account, alone, peaks, strict=True)
+    dry_run_bytes = tuple(_with(need, peak + need.optimizer + need.total - own.total) for need, own, peak in found)
+    return replace(
+        candidate, dry_run_bytes=dry_run_bytes, note="bytes: counted in one step of the engine on fake tensors"
+    )
 
 
-def peaks_of(model: Planned, x: Any, y: Any, loss: StepLoss, way: Candidate, few: int) -> list[int]:
+def peaks_of(model: Planned, x: Any, y: Any, loss: StepLoss, candidate: Candidate, few: int) -> list[int]:
     """Return the peak bytes of each device in a step of ``few`` micro-batches, without the state of an optimizer.
 
     All stages share memory, as on a CPU, so the output of a stage stays as long as the next stage needs it. The peak
@@ -65,14 +73,14 @@ def peaks_of(model: Planned, x: Any, y: Any, loss: StepLoss, way: Candidate, few
     last stages run as early as possible. On devices with their own memory and one stage each, a step in which the first
     stages are ahead is enough. Any error means that a layer needs the values of tensors.
     """
-    sizes, chunks = way.sizes, way.chunks
+    sizes, chunks = candidate.sizes, candidate.chunks
     mode = fake_mode()
     inputs, targets = _first(model, x, chunks, few, mode), None if y is None else _first(model, y, chunks, few, mode)
     few = len(scatter(inputs, few))
-    placement = way.costs.measured.placement
-    pipe = tried_pipe(model, model.faked(mode), ["cpu"] * len(sizes), few, way)
-    program, arguments = way.program(few), loss.without_data(whole=way.costs.measured.whole_loss)
-    with closing(pipe), inline(), FusedAttention() if way.costs.measured.apart else nullcontext():
+    placement = candidate.costs.measured.placement
+    pipe = tried_pipe(model, model.faked(mode), ["cpu"] * len(sizes), few, candidate)
+    program, arguments = candidate.program(few), loss.without_data(whole=candidate.costs.measured.whole_loss)
+    with closing(pipe), inline(), FusedAttention() if candidate.costs.measured.separate_memory else nullcontext():
         # The first step of a pipe detects the properties of its layers, for which one micro-batch is enough.
         pipe.chunks = 1
         pipe.step(first(inputs, few, 1), None if targets is None else first(targets, few, 1), **arguments)
@@ -80,7 +88,7 @@ def peaks_of(model: Planned, x: Any, y: Any, loss: StepLoss, way: Candidate, few
         ahead = in_turns(program, placement, [4.0**j for j in range(len(sizes))])
         # First, the last stage that can run does. In the last step, the last devices are ahead.
         behind = in_turns(program, placement, [4.0**-place for place in placement])
-        is_enough = way.costs.measured.apart and len({*placement}) == len(placement)
+        is_enough = candidate.costs.measured.separate_memory and len({*placement}) == len(placement)
         steps = [ahead] if is_enough else [program, ahead, behind]
         found = [peak_bytes(pipe, inputs, targets, arguments, step, placement) for step in steps]
     return [max(peaks) for peaks in zip(*found, strict=True)]
@@ -102,16 +110,16 @@ def returns_sums(model: Planned, x: Any, y: Any, loss: StepLoss) -> bool:
 
 
 def tried_pipe(
-    model: Planned, copied: nn.Module, devices: Sequence[torch.device | str], chunks: int, way: Candidate
+    model: Planned, copied: nn.Module, devices: Sequence[torch.device | str], chunks: int, candidate: Candidate
 ) -> GPipe:
     """Return a pipe of a copy in training mode. It logs no advice, since the user has not chosen its settings."""
     pipe = model.pipe(
         copied,
-        way.sizes,
+        candidate.sizes,
         devices=devices,
         chunks=chunks,
-        checkpoint=way.modes,
-        offload=way.costs.measured.host.parameters,
+        checkpoint=candidate.modes,
+        offload=candidate.costs.measured.host.parameters,
     )
     without_advice(pipe)
     # Evaluation mode has no dropout and no recomputation. Norms that are frozen in a training model stay frozen.
