@@ -87,13 +87,8 @@ def space_of(measured: Measured, memory: int | None = None) -> SearchSpace:
     )
 
 
-<<<<<<< HEAD
-def looped(space: Space) -> list[Space]:
-    """Return the same model on these devices, with two stages on each."""
-=======
 def looped(space: SearchSpace) -> list[SearchSpace]:
-    """The same model on these devices, with two stages on each."""
->>>>>>> main
+    """Return the same model on these devices, with two stages on each."""
     measured, (link, *_) = space.measured, space.measured.links[1:] or [Link()]
     placements = placed(SCHEDULES, measured.devices, measured.layers)
     return [
@@ -110,13 +105,8 @@ def links_of(placement: Sequence[int], link: Link) -> tuple[Link, ...]:
     return (Link(), *(Link() if a == b else link for a, b in pairwise(placement)))
 
 
-<<<<<<< HEAD
-def everything(space: Space) -> Iterator[Candidate]:
-    """Replay every candidate of a space."""
-=======
 def everything(space: SearchSpace) -> Iterator[Candidate]:
-    """Every way to train in a space, replayed."""
->>>>>>> main
+    """Replay every candidate of a space."""
     n, k = space.measured.layers, space.measured.stages
     for chunks in space.chunks:
         costs = space.measured.cut(chunks)
