@@ -1,4 +1,4 @@
-"""What every test of the repository shares: how many examples a property tries, and which tests run where."""
+"""Settings shared by all tests: the number of Hypothesis examples, and which tests run where."""
 
 import functools
 import gc
@@ -19,13 +19,13 @@ from hypothesis.internal.conjecture import providers
 # changes no order of sums. Before torch is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-# One truth: whoever runs the tests, on whatever machine, runs the same examples. `nox -s search` draws others.
+# Every run uses the same examples, on every machine. `nox -s search` draws new ones.
 _SHARED = {"deadline": None, "database": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("fixed", max_examples=10, derandomize=True, **_SHARED)
 settings.load_profile("fixed")
 
 # Hypothesis also draws constants that it finds in the source of imported modules of ours. Then an example would depend
-# on what else is written there, and on which test files a process has imported before.
+# on the source of our modules, and on which test files the process has imported so far.
 if hasattr(providers, "_get_local_constants"):
     _local_constants = providers._get_local_constants
     providers._get_local_constants = providers.Constants
@@ -65,7 +65,7 @@ class _UnevenClock:
         self._lock = threading.Lock()
         self._seen = self._change = self._now = self._real()
         self._speed = 1
-        self._draw = random.Random().choice  # not that of hypothesis
+        self._draw = random.Random().choice  # separate from Hypothesis's generator
 
     def __call__(self) -> float:
         with self._lock:
@@ -108,7 +108,7 @@ class _Search:
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
         test = getattr(item.obj, "__func__", item.obj)
         machine = getattr(test, "_hypothesis_state_machine_class", None)
-        # What is called for each example, and what says how many there are: of a function, or of a state machine.
+        # The method called once per example, and the object with the settings: a test function or a state machine.
         caller, called = (test.hypothesis, "inner_test") if machine is None else (machine, "__init__")
         asked, kept = (test, "_hypothesis_internal_use_settings") if machine is None else (item.cls, "settings")
         body, shared = getattr(caller, called), getattr(asked, kept)
@@ -137,7 +137,7 @@ class _Search:
             self._drawn[report.nodeid] = drawn
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-        """How many examples were drawn, and how to repeat each failure."""
+        """Report how many examples were drawn, and how to reproduce each failure."""
         line = terminalreporter.line
         fewest = sorted(self._drawn, key=self._drawn.__getitem__)[:10]
         terminalreporter.section("search")
@@ -154,7 +154,7 @@ class _Search:
 def _frozen_modules() -> None:
     """Imported modules live to the end: a collection that leaves them out takes a tenth of its time.
 
-    For each file anew, because tests import more: compilers, for example.
+    Repeated per test file, because tests import further modules (compilers, for example).
     """
     gc.collect()
     gc.freeze()
@@ -162,7 +162,7 @@ def _frozen_modules() -> None:
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    """What waits for the garbage collector is kept too long already."""
+    """Disable the garbage collector, so that memory held by reference cycles counts as leaked."""
     gc.collect()
     gc.disable()
     yield
@@ -184,7 +184,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what needs a GPU or much time, unless it is asked for."""
+    """Deselect slow tests and tests that need a GPU, unless requested with ``-m``."""
     _mark_all_but_some(items)
     asked = config.getoption("-m")
     left_out = set() if "long" in asked else {"long"}

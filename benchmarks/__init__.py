@@ -1,1 +1,1 @@
-"""How fast the packages are, and what they keep in memory: `python -m benchmarks`, or `nox -s bench` for everything."""
+"""Speed and memory benchmarks of all packages: `python -m benchmarks`, or `nox -s bench` for everything."""

@@ -19,23 +19,23 @@ PARTS = {
         "compare.of_steps",
         "time of a step: ours, the plain loop, torchgpipe, fairscale, torch.distributed.pipelining",
     ),
-    "ranks": ("compare.of_ranks", "gpipe.distributed.Rank beside torch.distributed.pipelining, each in two processes"),
+    "ranks": ("compare.of_ranks", "gpipe.distributed.Rank and torch.distributed.pipelining, each in two processes"),
     "alternatives": ("alternatives.run", "what a user would pick instead: DDP, FSDP2, torch's own pipeline"),
-    "predicted": ("predictions.of_schedules", "`step` by each schedule beside the time that `simulate` predicts"),
-    "plan": ("predictions.of_plans", "what `gpipe.plan` predicts, beside what is measured"),
-    "choice": ("choice.run", "what the planner chooses, beside all ways to train small models; nothing is run"),
-    "searched": ("searched.run", "a searched schedule beside the named ones, simulated; nothing is run"),
+    "predicted": ("predictions.of_schedules", "`step` with each schedule: measured and predicted by `simulate`"),
+    "plan": ("predictions.of_plans", "predictions of `gpipe.plan` compared with measurements"),
+    "choice": ("choice.run", "the planner's choice compared with every alternative for small models; nothing is run"),
+    "searched": ("searched.run", "a searched schedule compared with the named ones, simulated; nothing is run"),
     "memory": ("memory.run", "what a pipe keeps between forward and backward; resident memory of each library"),
-    "losses": ("whole_loss.run", "a loss computed once on all rows, beside a call and 1F1B"),
-    "models": ("own_forward.run", "a model whose own forward runs, beside layers from a sample and a plain loop"),
+    "losses": ("whole_loss.run", "a loss computed once on the full batch, compared with a call and 1F1B"),
+    "models": ("own_forward.run", "a model run by its own forward, layers from a sample, and a plain loop"),
     "engine": ("engine.run", "microseconds a cell on stages that do nothing; time to import"),
-    "solve": ("solve.run", "blockpartition beside prefix sums and torchgpipe's solver"),
+    "solve": ("solve.run", "blockpartition compared with prefix sums and torchgpipe's solver"),
     "profiling": ("profiling.run", "how repeatable balances by time are"),
-    "generate": ("generate.run", "tokens per second of `pipe.generate` beside the plain model's; how busy stages are"),
+    "generate": ("generate.run", "tokens per second of `pipe.generate` and the plain model; how busy stages are"),
     "workers": ("micro.of_workers", "streams: workers and contexts"),
     "batches": ("micro.of_batches", "microbatch: cutting and joining"),
     "cuda": ("cuda.run", "one GPU, where there is one"),
-    "targets": ("targets.run", "the figures to reach, beside those measured"),
+    "targets": ("targets.run", "the targets, and the latest measurements"),
 }
 
 
@@ -55,7 +55,7 @@ def main() -> None:
                 for table in report.tables if options.write else ():
                     write(table, line)
         except Exception:
-            console.print_exception()  # the other parts go on
+            console.print_exception()  # continue with the remaining parts
             failed.append(part)
         console.print(f"{part}: {time.monotonic() - start:.0f} s", highlight=False)
     console.print(line, markup=False, highlight=False)
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def _function(part: str) -> Callable[[argparse.Namespace], Iterable[Report]]:
-    """What measures a part; parts that are not asked for are not even imported."""
+    """Import and return the function that measures a part, so that unused parts are not imported."""
     module, _, name = PARTS[part][0].partition(".")
     function: Callable[[argparse.Namespace], Iterable[Report]] = getattr(import_module(f"benchmarks.{module}"), name)
     return function
@@ -75,7 +75,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=__doc__,
-        epilog=f"parts, in this order if none is named:\n{what}",
+        epilog=f"parts (default: all, in this order):\n{what}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], metavar="PART")
@@ -83,9 +83,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--write", action="store_true", help="put the tables into docs/benchmarks/*.md")
     parser.add_argument("--rounds", type=_positive, help="instead of each part's own number")
     parser.add_argument(
-        "--workload", nargs="+", metavar="NAME", help="compare, ranks: only these, such as W, 'W 256', Llama"
+        "--workload", nargs="+", metavar="NAME", help="compare, ranks: only these workloads, e.g. W, 'W 256', Llama"
     )
-    parser.add_argument("--unpinned", action="store_true", help="compare: let the kernel choose cores for everybody")
+    parser.add_argument("--unpinned", action="store_true", help="compare: do not pin workers to cores")
     return parser.parse_args()
 
 

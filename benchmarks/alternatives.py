@@ -1,4 +1,4 @@
-"""What a user would pick instead for a model that is too large for one device: time, bytes per device, lines changed.
+"""Alternatives for a model too large for one device: time, bytes per device, lines changed.
 
 Everything is on the CPU. A device is a process, or a worker of `GPipe`, with one thread; two of them share the machine.
 """

@@ -1,7 +1,7 @@
 """AmoebaNet-D, the image classifier that torchgpipe was measured with, written from its description.
 
 Source: Real et al., Regularized Evolution for Image Classifier Architecture Search (arXiv 1802.01548), for the cells;
-Kim et al., torchgpipe (arXiv 2004.09910), for a row of cells, each of which takes the outputs of the two before it. So
+Kim et al., torchgpipe (arXiv 2004.09910), for a sequence of cells that each take the outputs of the previous two. So
 a pair of tensors travels from layer to layer.
 """
 
@@ -13,15 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-Pair = tuple[Tensor, Tensor]  # the output of the last cell, and of the one before it
-Operation = Callable[[int, int], nn.Module]  # of so many channels, with this stride
+Pair = tuple[Tensor, Tensor]  # the outputs of the last two cells, the latest first
+Operation = Callable[[int, int], nn.Module]  # (channels, stride)
 
 
 def amoebanet(filters: int, repeats: int) -> nn.Sequential:
     """A stem, two reductions, and three groups of `repeats` normal cells with a reduction between them.
 
     Args:
-        filters: of a normal cell of the first group; each reduction doubles them, and halves height and width.
+        filters: channels of a normal cell in the first group; each reduction doubles them, and halves height and width.
     """
     group = [NORMAL] * repeats
     channels = filters // 4
@@ -68,7 +68,7 @@ class Cell(nn.Module):
 
 
 class Halved(nn.Module):
-    """Half the height and width without losing every other pixel: half of the channels look at odd pixels."""
+    """Halve height and width without losing every other pixel: half of the channels sample the odd pixels."""
 
     def __init__(self, inside: int, outside: int) -> None:
         super().__init__()
@@ -146,8 +146,8 @@ class Kind(NamedTuple):
     """A kind of cell.
 
     Attributes:
-        operations: in pairs whose results are added: which state each takes (0: the last cell's output, 1: that of the
-            cell before, 2 to 6: the sums), and what it does.
+        operations: pairs of operations, added in pairs. Each names the state it reads (0: the last cell's output,
+            1: the previous cell's, 2 to 6: the sums) and the operation.
         joined: the states whose channels together are the output.
         halves: whether the output has half the height and width.
     """

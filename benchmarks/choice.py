@@ -1,10 +1,10 @@
-"""What the planner chooses, beside all ways to train: made-up layers on made-up devices, nothing is run.
+"""The planner's choice compared with all alternatives: made-up layers on made-up devices, nothing is run.
 
-Every balance, every number of chunks of 1, 2, 4 and 8, every schedule that a plan searches, and every mode of every
-stage, for at most six layers on two or three stages; our own replay and account of bytes are the judge. A row of the
-table has the same problems with other limits of memory: a little more than the least with which anything fits, a tenth
-more, and none. Other rows have devices of different memory and speed, in every order, or devices with a link to the
-host, where stages may also offload what they save.
+All balances, chunks of 1, 2, 4 and 8, schedules that a plan searches, and modes of every stage are compared, for at
+most six layers on two or three stages, by our own replay and memory estimate. A row of the table has the same problems
+with three memory limits: a little more than the minimum, a tenth more, and none. Further rows have devices of
+different memory and speed, in every order, or devices with a link to the host, on which stages may also offload saved
+tensors.
 
 python -m benchmarks choice
 """
@@ -34,14 +34,14 @@ ROWS, CHUNKS = 16, (1, 2, 4, 8)
 SCHEDULES = ("1f1b", "zero_bubble", "fill_drain")
 MODES = ("never", "except_last", "always")
 SHARES, SPEEDS = (0.6, 1.0, 1.5), (0.5, 1.0, 2.0)
-"""Of the memory and the speed of devices that differ."""
+"""Factors of memory and speed of unequal devices."""
 LINKS = (Link(), Link(1e-3, 1e6))
 CASES = 160
 LIMITS = {"1.01 × the least": 1.01, "1.1 × the least": 1.1, "none": None}
 
 
 def run(options: argparse.Namespace) -> Iterator[Report]:
-    """One row for each limit."""
+    """Yield a table with one row per memory limit."""
     caption = (
         "Made-up models of at most six layers on two or three stages: the plan's choice beside the fastest of all ways "
         "that fit"
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> Iterator[Report]:
 
 
 class Case(NamedTuple):
-    """The seconds of the choice over those of the fastest way."""
+    """The chosen candidate's time relative to the fastest one's."""
 
     ratio: float
     best: Candidate
@@ -114,14 +114,14 @@ def different(random: Random) -> list[SearchSpace]:
 
 
 def with_host(random: Random) -> list[SearchSpace]:
-    """A space in which stages may offload, with a link to the host on which that is sometimes the fastest."""
+    """Return a space whose stages may offload, with a link to the host that sometimes makes it the fastest choice."""
     space = space_of(random)
     host = Host(bandwidth=random.choice((1e5, 1e6, 1e7)))
     return [replace(space, measured=replace(space.measured, separate_memory=True, host=host), modes=(*MODES, OFFLOAD))]
 
 
 def everything(space: SearchSpace) -> Iterator[Candidate]:
-    """All ways to train, with their seconds and bytes."""
+    """Yield all candidates, with their seconds and bytes."""
     layers, stages = space.measured.layers, space.measured.stages
     for chunks in space.chunks:
         costs = space.measured.cut(chunks)

@@ -53,7 +53,10 @@ def of_steps(options: argparse.Namespace) -> Iterator[Report]:
 
 
 def comparable(task: Task) -> Comparable:
-    """Whose results must be the loop's: nobody's where masks are drawn; with batch norm, only micro-batches'."""
+    """Return a predicate: whether a contender's results should match the loop's.
+
+    Random masks make all results differ. With batch norm, only runs in micro-batches match.
+    """
     workload = by_name(task.workload)
 
     def same(contender: Contender) -> bool:
@@ -65,7 +68,7 @@ def comparable(task: Task) -> Comparable:
 
 
 def tasks(options: argparse.Namespace) -> list[Task]:
-    """What the options ask for, else everything."""
+    """Return the tasks selected by the options; by default, all."""
     tasks = [Task(name, chunks) for name in WORKLOADS for chunks in ((8, 32) if name.startswith("W ") else (8,))]
     tasks += [Task(name, 8, training=False) for name in WORKLOADS if name.startswith("W ")]
     return [task for task in tasks if _is_chosen(task, options)]
@@ -103,7 +106,7 @@ def _table(task: Task, outcomes: Outcomes, rules: Rules) -> Table:
 
 
 def against(contender: Contender, library: str, outcomes: Outcomes) -> list[float]:
-    """Our time over theirs in each round; of a rival with several numbers of threads, over the faster one."""
+    """Return our time over the rival's per round; a rival with several thread counts is represented by its fastest."""
     if contender.library != "gpipe" or outcomes[contender].failure:
         return []
     times = [outcomes[one].seconds for one in rivals(contender, library, outcomes) if not outcomes[one].failure]
@@ -117,9 +120,9 @@ def _speedups(contender: Contender, outcomes: Outcomes) -> list[float]:
 
 
 def _efficiency(contender: Contender, task: Task, outcomes: Outcomes) -> float | None:
-    """The speed-up over the schedule's limit, over half of what two loops gain from two threads.
+    """Return the speed-up over the schedule's limit, relative to half of the gain of two loops on two threads.
 
-    The loop has one thread, so this is for machines on which a worker has one, too.
+    The loop has one thread, so this applies to machines on which a worker also has one.
     """
     whole = contender.library in PIPELINES and contender.checkpoint == "never" and contender.schedule != "interleaved"
     loops = [_like(one, contender) for one in (LOOP, TWO_LOOPS)]
@@ -132,12 +135,12 @@ def _efficiency(contender: Contender, task: Task, outcomes: Outcomes) -> float |
 
 
 def limit(task: Task) -> float:
-    """What a pipeline gains at most: m·n/(m+n−1), with whole backwards and nothing recomputed."""
+    """Return the largest speed-up of a pipeline, m·n/(m+n−1), without recomputation or split backwards."""
     return task.chunks * STAGES / (task.chunks + STAGES - 1)
 
 
 def two_thread_scaling(outcomes: Outcomes, keep_memory: bool = False) -> float:
-    """How much more two threads do than one; 2 at best."""
+    """Return the throughput of two threads relative to one; at best 2."""
     loop, two_loops = [one.keeping_memory() if keep_memory else one for one in (LOOP, TWO_LOOPS)]
     return 2 * median(ratios(outcomes[loop].seconds, outcomes[two_loops].seconds))
 
@@ -147,7 +150,7 @@ def _like(baseline: Contender, contender: Contender) -> Contender:
 
 
 def _figures(task: Task, outcomes: Outcomes) -> dict[str, float]:
-    """By name, as in `W 1024, m=8: gpipe, checkpoint never: efficiency`."""
+    """Return figures by name, e.g. `W 1024, m=8: gpipe, checkpoint never: efficiency`."""
     found: dict[str, float] = {}
     where = _title(task)
     for contender, outcome in outcomes.items():
@@ -192,7 +195,7 @@ RANKS_HEADINGS = ("library", "schedule", "ms", "page faults", "time / torch's", 
 
 
 def of_ranks(options: argparse.Namespace) -> Iterator[Report]:
-    """`gpipe.distributed.Rank` beside torch.distributed.pipelining, both in two processes over gloo; by workload."""
+    """Compare `gpipe.distributed.Rank` with torch.distributed.pipelining, each in two processes over gloo."""
     rounds, turn = (2, 0.01) if options.quick else (10, 0.1)
     rules = Rules(rounds=options.rounds or rounds, turn=turn, pin=not options.unpinned)
     with Match(rules) as match:
@@ -235,7 +238,7 @@ def _report_of_ranks(task: Task, outcomes: Outcomes, rules: Rules) -> Report:
 
 
 def _others(contender: Contender) -> dict[str, Contender]:
-    """What ours are compared with: torch's with the same cuts, and ours with even ones."""
+    """Return the baselines of our ranks: torch's with the same cuts, and ours with even ones."""
     if contender.library != "ranks":
         return {}
     others = {"distributed": "distributed", "even cuts": "ranks, even cuts"}

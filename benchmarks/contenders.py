@@ -1,4 +1,4 @@
-"""Who is compared, and on what: pure data, which is sent to a process of its own."""
+"""Contenders and tasks, as plain data that can be sent to a separate process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PIPELINES = ("gpipe", "inline", *PEERS, *RANKS)
 
 @dataclass(frozen=True)
 class Task:
-    """A workload in so many micro-batches; training, or else forward only, under no_grad in eval mode."""
+    """A workload in ``chunks`` micro-batches: training, or only the forward, under no_grad in eval mode."""
 
     workload: str
     chunks: int
@@ -32,7 +32,7 @@ class Contender:
     Attributes:
         schedule: if there is one, `step` does forward and backward.
         threads: OMP_NUM_THREADS of its process, and `torch.set_num_threads`; None: as torch has it.
-        keep_memory: whether the allocator is told not to give memory back to the system.
+        keep_memory: whether the allocator is configured to keep freed memory.
     """
 
     library: str
@@ -52,7 +52,7 @@ class Contender:
 
     @property
     def name(self) -> str:
-        """As figures have it, such as `gpipe, 1f1b, checkpoint never`."""
+        """Return the name used in figures, e.g. `gpipe, 1f1b, checkpoint never`."""
         library, schedule, checkpoint = self.columns
         parts = (
             library,
@@ -64,7 +64,7 @@ class Contender:
         return ", ".join(part for part in parts if part)
 
     def keeping_memory(self) -> Contender:
-        """The same, and the allocator keeps freed memory."""
+        """Return the same contender with an allocator that keeps freed memory."""
         return replace(self, keep_memory=True)
 
 
@@ -74,16 +74,16 @@ BASELINES = [LOOP, TWO_LOOPS, Contender("plain", threads=1), Contender("plain")]
 
 
 def contenders(task: Task, *, quarters: bool) -> list[Contender]:
-    """All that can do `task`; interleaving wants a model that can be cut into quarters."""
+    """Return all contenders that can do `task`. Interleaving requires a model that can be split into quarters."""
     if not task.training:
         peers = [*_in_both_ways(("never",)), Contender("distributed", schedule="fill_drain")]
         return [*BASELINES, Contender("gpipe"), *peers]
     ours = [Contender("gpipe", mode) for mode in CHECKPOINTS]
     schedules = [name for name in SCHEDULES if quarters or name != "interleaved"]
     steps = [Contender("gpipe", schedule=name) for name in schedules]
-    # torchrun gives each rank one thread, so for it there is no other way.
+    # torchrun starts each rank with one thread, so there is no second variant.
     distributed = [Contender("distributed", schedule=name) for name in schedules]
-    # It has no checkpointing of its own: each stage is wrapped in torch.utils.checkpoint.
+    # It has no checkpointing, so each stage is wrapped in torch.utils.checkpoint.
     distributed.append(Contender("distributed", "always", "fill_drain"))
     kept = [one.keeping_memory() for one in (LOOP, TWO_LOOPS, Contender("gpipe"))]
     return [*BASELINES, *ours, *steps, *_in_both_ways(CHECKPOINTS), *distributed, *kept]
@@ -92,7 +92,7 @@ def contenders(task: Task, *, quarters: bool) -> list[Contender]:
 def _in_both_ways(modes: Iterable[str]) -> list[Contender]:
     """torchgpipe and fairscale, with torch's default number of threads and with OMP_NUM_THREADS=1.
 
-    They start threads in every run, each of which has torch's default number: on few cores that is too many.
+    In every run they start threads that each use torch's default number: too many on a machine with few cores.
     """
     return [
         Contender(library, mode, threads=threads)
@@ -103,7 +103,7 @@ def _in_both_ways(modes: Iterable[str]) -> list[Contender]:
 
 
 def can_run(contender: Contender) -> bool:
-    """Whether its library is installed; the others are ours, or torch's."""
+    """Return whether the contender's library is installed. Only torchgpipe and fairscale are optional."""
     return contender.library not in ("torchgpipe", "fairscale") or installed(contender.library)
 
 

@@ -1,4 +1,4 @@
-"""One GPU: what GPipe costs beside the loop by hand, and what checkpointing saves. Skipped where there is no GPU."""
+"""One GPU: the overhead of GPipe over a plain loop, and the memory checkpointing saves. Skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _batch(width: int) -> Tensor:
 
 
 def _zero(module: nn.Module) -> None:
-    """Zero in place, so that gradients are no part of what a step allocates."""
+    """Zero gradients in place, so that a step does not allocate them."""
     module.zero_grad(set_to_none=False)
 
 
@@ -124,7 +124,7 @@ def _rounds(steps: dict[tuple[str, str], Step], rounds: int) -> dict[tuple[str, 
 
 
 def _seconds(step: Step, count: int) -> float:
-    """From before the first launch until the GPU is done, a step."""
+    """Return the time per step, from before the first launch until the GPU has finished."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(count):
@@ -134,7 +134,7 @@ def _seconds(step: Step, count: int) -> float:
 
 
 def _peak(step: Step) -> str:
-    step()  # gradients, and what libraries allocate once
+    step()  # allocates gradients and library workspaces
     step()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

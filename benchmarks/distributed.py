@@ -1,7 +1,7 @@
 """torch.distributed.pipelining: two processes, gloo between them, the same stages and micro-batches.
 
-It has no skip connections. So each stage relays them beside its output, and the layers that skip are written in the
-vocabulary of `gpipe.skip`, which this module has too: `skippable`, `stash` and `pop` work inside a :class:`SkipRelay`.
+It has no skip connections, so each stage relays them next to its output. The layers that skip are written in the
+vocabulary of `gpipe.skip`, which this module also has: `skippable`, `stash` and `pop` work inside a :class:`SkipRelay`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .workloads import Workload
 
 Layer = TypeVar("Layer", bound=type)
 
-# By schedule: the class, and how many stages a rank has.
+# Schedule name: (class, stages per rank)
 SCHEDULES: dict[str, tuple[Any, int]] = {
     "fill_drain": (schedules.ScheduleGPipe, 1),
     "1f1b": (schedules.Schedule1F1B, 1),
@@ -50,13 +50,13 @@ def build(model: nn.Sequential, batch: Tensor, workload: Workload, contender: Co
 def place() -> int:
     """This process's place, among two that keep their connection from task to task."""
     if not dist.is_initialized():
-        bind_to_share(int(os.environ["RANK"]), 2)  # before gloo starts threads of its own
+        bind_to_share(int(os.environ["RANK"]), 2)  # before gloo starts its threads
         dist.init_process_group("gloo")
     return dist.get_rank()
 
 
 def cuts(workload: Workload, contender: Contender) -> tuple[int, ...]:
-    """How many layers the stages of both ranks have."""
+    """Return the number of layers of each stage."""
     found = workload.quarters if contender.schedule == "interleaved" else workload.balance
     found = workload.even if contender.library.endswith("even cuts") else found
     assert found is not None
@@ -92,7 +92,7 @@ def _recomputing(module: nn.Module, contender: Contender) -> nn.Module:
 
 
 def _step(schedule: Any, layers: nn.Module, batch: Tensor, rank: int, task: Task) -> Callable[[], Tensor | None]:
-    # The loss looks at outputs alone, but a schedule wants a target for each micro-batch.
+    # The loss uses only outputs, but a schedule requires one target per micro-batch.
     target = {"target": torch.zeros(len(batch))} if task.training else {}
     how = {"return_outputs": False} if task.training else {}
     last = {**target, **how} if rank == 1 else how
@@ -111,7 +111,7 @@ def _step(schedule: Any, layers: nn.Module, batch: Tensor, rank: int, task: Task
 
 
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[Layer], Layer]:
-    """As `gpipe.skip.skippable`."""
+    """Replace `gpipe.skip.skippable`."""
 
     def decorate(layer: Layer) -> Layer:
         layer.stashed, layer.popped = list(stash), list(pop)  # type: ignore[attr-defined]
@@ -121,19 +121,19 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[L
 
 
 def stash(name: str, tensor: Tensor) -> tuple[str, Tensor | None]:
-    """As `gpipe.skip.stash`."""
+    """Replace `gpipe.skip.stash`."""
     return name, tensor
 
 
 def pop(name: str) -> tuple[str, Tensor | None]:
-    """As `gpipe.skip.pop`."""
+    """Replace `gpipe.skip.pop`."""
     return name, None
 
 
 class SkipRelay(nn.Sequential):
     """A stage that takes `(*x, *skips named in incoming)` and returns `(*x, *skips named in outgoing)`.
 
-    Where layers pass a tuple to each other, x is several tensors.
+    If layers pass a tuple to each other, x is several tensors.
     """
 
     incoming: list[str]
@@ -142,7 +142,7 @@ class SkipRelay(nn.Sequential):
     def forward(self, *values: Tensor) -> Any:
         for value in values[1:]:
             if value.requires_grad:
-                value.register_hook(Tensor.contiguous)  # gloo sends no other gradients
+                value.register_hook(Tensor.contiguous)  # gloo sends only contiguous gradients
         own = len(values) - len(self.incoming)
         x: Any = values[0] if own == 1 else values[:own]
         held = dict(zip(self.incoming, values[own:], strict=True))
@@ -154,7 +154,7 @@ class SkipRelay(nn.Sequential):
 
 
 def connect(stages: list[SkipRelay]) -> None:
-    """Set which skips enter and leave each stage, from what its layers stash and pop."""
+    """Set the skips that enter and leave each stage, as stashed and popped by its layers."""
     crossing: list[str] = []
     for stage in stages:
         stage.incoming = list(crossing)

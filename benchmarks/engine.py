@@ -1,4 +1,4 @@
-"""What the engine costs: microseconds a cell (a micro-batch on a stage) where stages do nothing; and time to import."""
+"""Engine overhead: microseconds per cell (a micro-batch on a stage) of stages that do nothing; and time to import."""
 
 from __future__ import annotations
 
@@ -95,12 +95,12 @@ def empty_pipe(stages: int, microbatches: int, checkpoint: str = "never") -> gpi
 
 
 def one_row_each(microbatches: int) -> Tensor:
-    """A mini-batch with one row a micro-batch."""
+    """Return a mini-batch with one row per micro-batch."""
     return torch.ones(microbatches, 1, requires_grad=True)
 
 
 class Loop:
-    """As many multiplications as there are cells, one after the other."""
+    """Run one multiplication per cell, sequentially."""
 
     def __init__(self, stages: int, microbatches: int) -> None:
         self._stages, self._rows = stages, one_row_each(microbatches).detach().chunk(microbatches)
@@ -142,7 +142,7 @@ def _import(options: argparse.Namespace) -> Report:
 
 
 def _first(options: argparse.Namespace) -> Report:
-    """What a step does only once, such as importing parts of torch; in fresh interpreters again."""
+    """Measure one-time costs of a first step, such as importing parts of torch, in fresh interpreters."""
     rounds = options.rounds or (1 if options.quick else 5)
     field = [
         Contender(library, mode) for library in ("gpipe", "torchgpipe", "fairscale") for mode in ("never", "always")

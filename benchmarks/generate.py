@@ -1,7 +1,7 @@
-"""Tokens per second of `pipe.generate` beside the plain model's, and for how much of the time each stage is busy.
+"""Tokens per second of `pipe.generate` and of the plain model, and the fraction of time each stage is busy.
 
-All run on the same devices with the same prompts, greedily, and give the same tokens. A stage is busy while one of its
-layers computes. Stages take turns, so that the shares add up to at most one.
+All run greedily on the same devices with the same prompts, and produce the same tokens. A stage is busy while one of
+its layers computes. Stages take turns, so that the fractions add up to at most one.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _owned(module: nn.Module, stages: dict[nn.Parameter, int]) -> Iterator[tuple
 
 
 class _Clock:
-    """Hooks of a module that add the time in it to that of its stage."""
+    """Module hooks that add the module's running time to its stage's total."""
 
     def __init__(self, seconds: list[float], stage: int) -> None:
         self._seconds, self._stage, self._start = seconds, stage, 0.0

@@ -1,4 +1,4 @@
-"""What it takes to plan a model like Llama 70B, without data, for devices that are not there."""
+"""The time and memory to plan a model like Llama 70B, on the meta device, for hypothetical devices."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 def model() -> nn.Sequential:
-    """The layers, of 70.6 · 10⁹ parameters in bfloat16, without data."""
+    """Return the layers, with 70.6 · 10⁹ bfloat16 parameters, on the meta device."""
     with torch.device("meta"):
         blocks = [Block() for _ in range(LAYERS)]
         layers = nn.Sequential(nn.Embedding(WORDS, WIDTH), *blocks, nn.RMSNorm(WIDTH), _linear(WIDTH, WORDS))
@@ -74,7 +74,7 @@ def large(quick: bool) -> Report:
 
 
 def measured(devices: str, optimizer: str) -> Figures:
-    """What a process that plans once says of itself."""
+    """Plan once in a fresh process, and return the figures it reports."""
     code = f"from benchmarks.large_model import report; report({devices!r}, {optimizer!r})"
     command = [sys.executable, "-c", code]
     ended = subprocess.run(

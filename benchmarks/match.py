@@ -1,4 +1,4 @@
-"""A match: all contenders do one task in turns, each in a process of its own."""
+"""A match: all contenders do one task in turns, each in its own process."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from .contenders import Contender, Task
 from .measure import Step, repeats_within
 from .process import Failure, Process
 
-TOLERANCE = 1e-3  # of the largest number in a gradient: float32, summed in another order
+TOLERANCE = 1e-3  # relative to the largest gradient element: float32, summed in a different order
 
 
 @dataclass
 class Outcome:
-    """What one contender did: seconds and page faults of a step in each round, or why there are none.
+    """One contender's results: seconds and page faults per step in each round, or the reason for a failure.
 
     Attributes:
-        faults: mean number of page faults of a step, all its processes together.
-        threads: intra-op threads of its process; of the first, where it has two.
-        grown: bytes of resident memory above those before its first step, all its processes together.
-        difference: of its results from the first contender's, relative to the largest number.
+        faults: mean number of page faults per step, of all its processes.
+        threads: intra-op threads of its (first) process.
+        grown: growth of resident memory since before its first step, in bytes, of all its processes.
+        difference: from the first contender's results, relative to the largest element.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -42,12 +42,12 @@ Outcomes = dict[Contender, Outcome]
 
 @dataclass(frozen=True)
 class Rules:
-    """How a match is run.
+    """Settings of a match.
 
     Attributes:
         turn: seconds that the first contender takes for the steps of a turn.
         limit: seconds to wait for one answer of a process.
-        pin: whether gpipe's workers, the two loops and the ranks of torch.distributed have cores of their own.
+        pin: whether gpipe's workers, the two loops and the ranks of torch.distributed are each pinned to a core.
     """
 
     rounds: int = 10
@@ -57,7 +57,7 @@ class Rules:
 
 
 class Match:
-    """Keeps the contenders' processes from one task to the next, and starts a new one in place of one that failed.
+    """Keep the contenders' processes alive from one task to the next, and replace any that failed.
 
     Each contender needs its own process: fairscale's workers keep an interpreter from ending, torchgpipe starts
     threads in every run, and numbers of threads and the allocator's settings count for a whole process.
@@ -73,7 +73,7 @@ class Match:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for end in (Process.request_end, Process.end):  # all asked first, so that they end side by side
+        for end in (Process.request_end, Process.end):  # request all first, so that they exit concurrently
             for process in self._processes.values():
                 end(process)
         self._stack.close()
@@ -83,7 +83,7 @@ class Match:
 
         Args:
             contenders: the first is the reference of results, and sets the length of a turn.
-            comparable: whether a contender's results must be those of the reference.
+            comparable: returns whether a contender's results must match the reference.
         """
         processes = [self._process(contender) for contender in contenders]
         reference = processes[0]
@@ -102,7 +102,7 @@ class Match:
         return outcomes
 
     def ask(self, contender: Contender, name: str) -> list[Any]:
-        """What each process of a contender that has played answers to a command of `process.Server`."""
+        """Return the answers of a contender's processes to a command of `process.Server`."""
         return self._processes[contender].ask(name)
 
     def _check(self, processes: list[Process], reference: Process, outcomes: Outcomes) -> None:
@@ -113,7 +113,7 @@ class Match:
     def _rounds(self, task: Task, processes: list[Process], reference: Process, outcomes: Outcomes) -> None:
         steps = repeats_within(self.rules.turn, _turn(reference, 2)[0], most=50)
         for k in track(range(self.rules.rounds), f"{task.workload}, m={task.chunks}", transient=True):
-            turns = processes[:: -1 if k % 2 else 1]  # so that nobody always comes after the same other
+            turns = processes[:: -1 if k % 2 else 1]  # alternate the order, so that the predecessor varies
             _each(turns, lambda process: _note_turn(process, outcomes[process.contender], steps))
 
     def _process(self, contender: Contender) -> Process:
@@ -137,7 +137,7 @@ def _each(processes: list[Process], work: Callable[[Process], Any]) -> None:
 
 
 def _together(processes: list[Process], name: str, *arguments: Any) -> None:
-    """Side by side, for what is not timed."""
+    """Run a command in all processes concurrently, for untimed work."""
     _each(processes, lambda process: process.tell(name, *arguments))
     _each(processes, Process.answers)
 
@@ -168,7 +168,7 @@ def _turn(process: Process, steps: int) -> tuple[float, float]:
 
 
 def _span(ranks: tuple[Step, ...]) -> float:
-    """From when all ranks are through the barrier until the last of them is done."""
+    """Return the time from when all ranks pass the barrier until the last one finishes."""
     return max(step.end for step in ranks) - max(step.start for step in ranks)
 
 

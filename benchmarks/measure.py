@@ -1,4 +1,4 @@
-"""How figures are found: rounds in which programs take turns, and what the machine and this process say."""
+"""Measurement: rounds in which programs take turns, and facts about the machine and this process."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Result = TypeVar("Result")
 
 
 class Step(NamedTuple):
-    """A step in a process of its own: when it began and ended, on the clock that all processes share."""
+    """A step in a separate process: its start and end, on the clock shared by all processes."""
 
     start: float
     end: float
-    faults: int  # pages of memory that the process got from the system meanwhile
+    faults: int  # page faults of the process during the call
 
 
 def interleaved(
@@ -42,7 +42,7 @@ def interleaved(
 
 
 def turns(programs: Mapping[Name, Callable[[], Result]], rounds: int, warmups: int = 0) -> dict[Name, list[Result]]:
-    """What each program returns in each round; the results of the first `warmups` rounds are dropped."""
+    """Run all programs in turn, for `rounds` rounds after `warmups` untimed ones, and return the results by program."""
     results: dict[Name, list[Result]] = {name: [] for name in programs}
     for k in range(-warmups, rounds):
         for name, program in programs.items():
@@ -60,12 +60,12 @@ def timed(program: Callable[[], object], repeats: int = 1, clock: Clock = time.p
 
 
 def repeats_within(seconds: float, once: float, most: int = 1000) -> int:
-    """How many calls of `once` seconds make a turn of about `seconds`."""
+    """Return how many calls of `once` seconds fill a turn of about `seconds`."""
     return max(1, min(most, round(seconds / max(once, 1e-9))))
 
 
 def ratios(above: list[float], below: list[float]) -> list[float]:
-    """One ratio a round: both were measured side by side, so what slowed one slowed the other."""
+    """Return one ratio per round. Both times are from the same round, so a slow machine affects both."""
     return [a / b for a, b in zip(above, below, strict=True)]
 
 
@@ -108,12 +108,12 @@ def processor() -> str:
 
 
 def allocator() -> str:
-    """What serves memory on the CPU where nobody changes anything, such as `glibc 2.36 malloc`."""
+    """Return the default CPU allocator, e.g. `glibc 2.36 malloc`."""
     return " ".join(part for part in (*platform.libc_ver(), "malloc") if part)
 
 
 def installed(distribution: str) -> bool:
-    """Whether a distribution of this name is installed."""
+    """Return whether a distribution is installed."""
     try:
         importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -122,14 +122,14 @@ def installed(distribution: str) -> bool:
 
 
 def bind_to_share(k: int, of: int) -> None:
-    """Bind the calling thread, and what it starts, to the k-th share of the cores, as gpipe binds its workers."""
+    """Bind the calling thread and its children to the k-th share of the cores, as gpipe binds its workers."""
     from gpipe.engine._cores import bind, shares, usable
 
     bind(shares(usable(), of)[k])
 
 
 def page_faults() -> int:
-    """How often this process has had to get a page of memory from the system (`ru_minflt`)."""
+    """Return the number of page faults of this process so far (`ru_minflt`)."""
     import resource  # not on Windows, where the other functions work
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -146,7 +146,7 @@ def peak_memory() -> int | None:
 
 
 def reset_peak() -> None:
-    """Let `peak_memory` begin anew."""
+    """Reset `peak_memory`."""
     refs = Path("/proc/self/clear_refs")
     if refs.exists():
         refs.write_text("5")
@@ -160,7 +160,7 @@ def _status(name: str) -> int | None:
 
 
 def _cores() -> int:
-    """How many this process may use, which in a container may be fewer than there are."""
+    """Return the number of usable cores, which a container may limit."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -1,14 +1,14 @@
-"""What a pipe keeps in memory: bytes of saved activations, counted exactly, and resident memory of each library.
+"""The memory of a pipe: bytes of saved activations, counted exactly, and resident memory of each library.
 
-Saved activations: stages of the same size on the CPU. A dispatch mode (`profiler.AllocationTracker`) sees every
-storage that an operation makes in the forward, weakly; what still lives after it, but for the output, is kept for the
-backward. It is given in units of the boundary tensors: the inputs of all stages but the first, whose input is the
-caller's own. A pipe that checkpoints has to keep these, and beside them the whole graph of the micro-batches that it
+Saved activations: stages of the same size on the CPU. A dispatch mode (`profiler.AllocationTracker`) tracks every
+storage created in the forward by a weak reference. Storages that are still alive afterwards, except the output, are
+saved for the backward. They are given in units of the boundary tensors: the inputs of all stages but the first, whose
+input belongs to the caller. A pipe that checkpoints has to keep these, and the full graph of the micro-batches that it
 does not checkpoint. "Peak" is the most that lives at any time until the end of the backward, gradients included. A
-second table has what stages hold at their peaks by the schedule of `step`, as `gpipe.record(memory=True)` counts it.
-The pipe runs inline, because a dispatch mode sees one thread; the programs are the same.
+second table has the peak memory of stages by the schedule of `step`, as measured by `gpipe.record(memory=True)`.
+The pipe runs inline, because a dispatch mode applies to one thread. The programs are the same.
 
-The third table has losses whose outputs are larger than all else: what is held of them by the schedule.
+The third table has losses whose outputs are larger than everything else: how much of them each schedule holds.
 
 Resident memory: the most of a few steps, above what the process had before the first.
 """
@@ -91,7 +91,7 @@ def _measured(block: Callable[[int], list[nn.Module]], mode: str) -> tuple[int, 
 
 
 def _by_schedule() -> Report:
-    """Many micro-batches, of which a good schedule holds few at once."""
+    """Use many micro-batches; a good schedule holds few of them at once."""
     chunks, schedules = 32, ("fill_drain", "1f1b", "zero_bubble")
     caption = f"{STAGES} stages of {BLOCKS} blocks (Linear, GELU), {chunks} micro-batches, nothing checkpointed"
     headings = ("schedule", *(f"stage {j}, MiB" for j in range(STAGES)), "worst stage / fill-drain's")
@@ -115,7 +115,7 @@ def _peaks(schedule: str, chunks: int) -> list[int]:
 
 
 def _of_losses() -> Table:
-    """Outputs that are much larger than all else, as those of language models."""
+    """Use outputs that are much larger than everything else, as in language models."""
     caption = "the most MiB of a step inline, two stages, 64 rows of 16384 classes (4 MiB) in each micro-batch"
     headings = ("schedule", "checkpoint", "m=2", "m=8", "m=32", "for each more")
     table = Table("memory.md", "losses", caption, headings, left=2)
@@ -149,7 +149,7 @@ def _resident(options: argparse.Namespace) -> Table:
     headings = ("library", "schedule", "checkpoint", *(f"{task.workload}, m={task.chunks}" for task in tasks))
     caption = f"MiB above what the process had before its first step, the most of {rules.rounds + 3} steps"
     table = Table("memory.md", "footprint", caption, headings, left=3)
-    # Each task has fresh processes: what one leaves to the allocator is no memory of the next.
+    # Each task uses fresh processes, so that memory cached by the allocator does not count for the next one.
     columns = [_column(task, field, rules) for task in tasks]
     for contender in field:
         table.add(*contender.columns, *(_cell(column[contender], table) for column in columns))

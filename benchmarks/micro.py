@@ -1,4 +1,4 @@
-"""Microseconds a call of streams and of microbatch, beside what Python and torch have for the same."""
+"""Microseconds per call of streams and microbatch, compared with Python's and torch's equivalents."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COLOUR: ContextVar[str] = ContextVar("COLOUR")
 
 
 def of_workers(options: argparse.Namespace) -> Iterator[Report]:
-    """What a worker and a context cost, next to what the standard library has for it."""
+    """Measure the cost of a worker and a context, and of the standard library's equivalents."""
     rounds, repeats = options.rounds or (3 if options.quick else 30), 50 if options.quick else 500
     caption = f"Microseconds a call, {rounds} rounds of {repeats} calls: medians, in brackets the quartiles"
     table = Table("streams.md", "workers", caption, ("what", "µs"))
@@ -105,7 +105,7 @@ Call = Callable[[], object]
 
 
 def of_batches(options: argparse.Namespace) -> Iterator[Report]:
-    """What a mini-batch costs to cut and to join, beside torch.chunk, torch.cat and torch's own splitter."""
+    """Measure splitting and joining a mini-batch, compared with torch.chunk, torch.cat and torch's own splitter."""
     torch.set_num_threads(1)
     gc.freeze()  # else a full collection walks all of torch, in whichever call it happens to fall
     rounds = options.rounds or (3 if options.quick else 30)
@@ -177,7 +177,7 @@ def _many_leaves(name: str, value: Any, chunks: int) -> tuple[str, str, str, Cal
 
 def _add_call(table: Table, name: str, reference: str, size: str, ours: Call, theirs: Call, rounds: int) -> None:
     repeats = repeats_within(0.005, median(timed(ours, clock=time.thread_time) for _ in range(5)), most=2000)
-    # The time of this thread: it waits for nobody, and shares its core with others.
+    # Thread CPU time, because the thread never waits and shares its core with other processes.
     times = interleaved({"ours": ours, "theirs": theirs}, rounds, repeats=repeats, clock=time.thread_time)
     over = spread(ratios(times["ours"], times["theirs"]))
     table.add(f"`{name}`", f"`{reference}`", size, spread(times["ours"], 1, scale=1e6), over)

@@ -1,7 +1,7 @@
-"""A model whose own forward runs in a pipe, beside a plain loop over micro-batches.
+"""A model whose own forward runs in a pipe, compared with a plain loop over micro-batches.
 
-GPT-2, Llama and T5 of transformers, and a U-Net of 50 parts with residuals between them. Steps of all ways in turns, in
-two stages and eight micro-batches, and the time to make each pipe.
+GPT-2, Llama and T5 of transformers, and a U-Net of 50 parts with residuals between them. Measures interleaved steps in
+two stages and eight micro-batches, and the time to create each pipe.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class UNet(nn.Module):
 
 
 def models() -> dict[str, Callable[[], tuple[Any, Batch]]]:
-    """By name, what makes a model, and a batch with which it computes its loss."""
+    """Return, by name, functions that create a model and a batch with labels."""
     from transformers import (
         GPT2Config,
         GPT2LMHeadModel,

@@ -1,15 +1,15 @@
-"""What is predicted beside what is measured.
+"""Predictions compared with measurements.
 
-`step` by each schedule beside what `simulate` predicts from the stages' own costs, those of the same actions walked
-inline, one after the other, on as many threads as a worker has; the optimizer's step is added. So a prediction knows
-the order of things, and nothing of two threads on one machine: the quotient is divided by half of the machine's
-two-thread scaling, measured in the same rounds. Memory is given back to the system and faulted in again in every step,
-unless the C library is told to keep it (`mallopt`).
+Steps of each schedule are compared with the prediction of `simulate`. Its costs are measured by running the same
+actions inline, one at a time, on as many threads as a worker has; the optimizer's step is added. The prediction knows
+the order of actions, but not that two threads share a machine, so the ratio is divided by half of the machine's
+two-thread scaling, measured in the same rounds. Memory is returned to the system and faulted in again in every step,
+unless the C library is configured to keep it (`mallopt`).
 
-Plans: each model is planned for two CPU stages, with and without the calibration, and also with a loss that is computed
-once, on the outputs of all rows. Then it is built, and `Plan.verify` trains it for a few steps. True bytes are those of
-all storages that a stage makes, with parameters and buffers. And what a plan chooses stands beside the fastest of all
-balances, numbers of chunks and schedules.
+Plans: each model is planned for two CPU stages, with and without calibration, and with a loss computed once on the
+full batch. Then it is built, and `Plan.verify` trains it for a few steps. True bytes include all storages that a stage
+allocates, with parameters and buffers. The plan's choice is also compared with the fastest of all balances, numbers of
+chunks and schedules.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from .workloads import CASES, SMALL_CASES, Case
 CHUNKS = 8
 SCHEDULES = ("fill_drain", "1f1b", "zero_bubble")
 MEAN: dict[str, Any] = {"reduction": "mean"}
-"""What is known of the losses of all cases."""
+"""The declared reduction of all cases."""
 
 ONCE: dict[str, Any] = {"reduction": None}
-"""As if it were not: then the loss is computed once, on the outputs of all rows."""
+"""An undeclared reduction: the loss is computed once, on the full batch."""
 
 HEADINGS = (
     "D=B",
@@ -131,7 +131,7 @@ def _makespan(schedule: str, costs: Costs) -> float:
 
 
 def of_plans(options: argparse.Namespace) -> Iterator[Report]:
-    """Predictions by model, the choice beside all others, the time of a search, what a large model takes to plan."""
+    """Yield predictions by model, the choice against all alternatives, search times, and a large plan's cost."""
     yield _predictions(options.quick)
     yield _against_every_way(options.quick)
     yield _searches(options.quick)
@@ -172,7 +172,7 @@ def _predictions(quick: bool) -> Report:
 def _verified(name: str, calibrate: bool, given: dict[str, Any]) -> tuple[Any, Any] | None:
     torch.manual_seed(0)
     case = CASES[name]()
-    # A function around it is no loss of torch: without reduction= it is computed once.
+    # A function around torch's loss is not recognized: without reduction= it is computed once.
     loss = {"loss_fn": lambda output, target: case.loss(output, target), **MEAN, **given}
     plan = gpipe.plan(case.model, case.x, ["cpu"] * 2, target=case.y, calibrate=calibrate, **loss)
     pipe = plan.build(case.model)
@@ -260,7 +260,7 @@ class Way(NamedTuple):
 
 
 def _against_every_way(quick: bool) -> Report:
-    """One line for each model."""
+    """Return a table with one line per model."""
     caption = "Two CPU stages, nothing recomputed: the plan's choice beside the fastest of all that were run"
     headings = ("model", "ways", "planned", "seconds", "fastest", "seconds", "planned / fastest")
     table = Table("plan.md", "every-way", caption, headings, left=3)
@@ -277,7 +277,7 @@ def _against_every_way(quick: bool) -> Report:
 
 
 def _raced(case: Case, quick: bool) -> tuple[int, Way, Way, dict[Way, list[float]]]:
-    """How many ways there are, the planned one, the fastest, and the seconds of both in rounds of their own."""
+    """Return the number of candidates, the planned one, the fastest, and the seconds of both, measured in turns."""
     layers = len(case.model)
     cuts = range(1, layers, layers - 2) if quick else range(1, layers)
     chosen = _planned(case, EVERY_CHUNKS[:1] if quick else EVERY_CHUNKS)
@@ -316,7 +316,7 @@ def _step_by(pipe: GPipe, way: Way, case: Case) -> None:
 
 
 def _seconds(steps: dict[Way, Callable[[], None]], rounds: int) -> dict[Way, list[float]]:
-    # In its first steps a pipe finds out what its layers do, and what is worth splitting.
+    # The first steps of a pipe measure its layers, and which are worth splitting.
     return interleaved(steps, rounds, warmups=4)
 
 

@@ -40,7 +40,7 @@ class Failure(Exception):  # noqa: N818
 
 
 class Process:
-    """The parent's end. Once `failure` says why, nothing more is asked of it."""
+    """The parent's end. After a `failure`, no more commands are sent."""
 
     def __init__(self, contender: Contender, folder: Path, *, limit: float, pin: bool = True) -> None:
         self.contender, self.limit = contender, limit
@@ -63,12 +63,12 @@ class Process:
         )
 
     def ask(self, name: str, *arguments: Any) -> list[Any]:
-        """What `Server`'s method `name` returns in each of its processes, in order of ranks."""
+        """Call `Server`'s method `name` in each process, and return the results in order of ranks."""
         self.tell(name, *arguments)
         return self.answers()
 
     def tell(self, name: str, *arguments: Any) -> None:
-        """Ask, and leave the answers for later. Waits for the process to start if it must: many start side by side."""
+        """Send a command without waiting for answers, after the process has started: many start concurrently."""
         if not self._connections:
             self._connect()
         try:
@@ -78,7 +78,7 @@ class Process:
             raise Failure(self._cause_of_death()) from error
 
     def answers(self) -> list[Any]:
-        """In order of ranks. The first failure counts: the other rank may wait for this one for ever."""
+        """Receive answers in order of ranks. Raise the first failure, as the other rank may be waiting forever."""
         answers: dict[Connection, Any] = {}
         deadline = time.monotonic() + self.limit
         while missing := [connection for connection in self._connections if connection not in answers]:
@@ -109,7 +109,7 @@ class Process:
             thing.close()
 
     def _kill(self) -> None:
-        # torchrun's children have sessions of their own; the id of a process that was waited for may be used again.
+        # torchrun's children are in separate sessions. The id of a reaped process may be reused.
         if self._process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -158,7 +158,7 @@ class Process:
 
 
 def _environment(contender: Contender, pin: bool) -> dict[str, str]:
-    """The caller's own, so that a process has the threads and the allocator of its user, unless a contender asks."""
+    """Return the caller's environment, with its threads and allocator, except for settings of the contender."""
     own = {"GPIPE_PIN_WORKERS": str(int(pin)), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     threads = {} if contender.threads is None else {"OMP_NUM_THREADS": str(contender.threads)}
     return {**os.environ, **own, **threads}
@@ -194,16 +194,16 @@ class Server:
         return Step(start, time.monotonic(), measure.page_faults() - faults)
 
     def grown(self) -> int | None:
-        """By how many bytes the peak of resident memory is above what was there before the first run."""
+        """Return the growth of peak resident memory since before the first run, in bytes."""
         peak = measure.peak_memory()
         return None if peak is None or self.before is None else max(0, peak - self.before)
 
     def threads(self) -> int:
-        """Of this process's operations; workers share them."""
+        """Return the number of intra-op threads, shared by workers."""
         return torch.get_num_threads()
 
     def costs(self) -> Costs | None:
-        """What an inline program's actions and its optimizer took."""
+        """Return the costs of an inline program's actions and optimizer."""
         assert self.program is not None
         return self.program.costs()
 
@@ -218,7 +218,7 @@ class Server:
         return set(self._results())
 
     def differences(self, file: Path) -> dict[str, float]:
-        """From the saved results, by name, relative to the largest number in each."""
+        """Return differences from the saved results by name, relative to the largest element of each."""
         wanted = torch.load(file)
         return {name: _difference(result, wanted[name]) for name, result in self._results().items()}
 
@@ -230,7 +230,7 @@ class Server:
 _KEEPING = {
     -3: 2**25,  # M_MMAP_THRESHOLD, its maximum: larger blocks have a mapping each, which is freed at once
     -1: 2**30,  # M_TRIM_THRESHOLD: free bytes at the end of a heap that are not returned
-    -2: 2**26,  # M_TOP_PAD: bytes by which a heap grows, and which stay when it shrinks
+    -2: 2**26,  # M_TOP_PAD: bytes added when a heap grows, and retained when it shrinks
 }
 """The numbers are of the GNU C library's malloc.h; its manual has a page on each (mallopt)."""
 
@@ -239,7 +239,7 @@ def keep_memory() -> None:
     """Have the C library keep freed memory for later allocations, instead of returning it after every step."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is None or any(mallopt(setting, value) != 1 for setting, value in _KEEPING.items()):
-        raise RuntimeError("only the GNU C library can be told to keep memory; this process has another one")
+        raise RuntimeError("only the GNU C library can be configured to keep memory; this process uses a different one")
 
 
 def _difference(found: Tensor, wanted: Tensor) -> float:
@@ -259,7 +259,7 @@ def serve(address: str) -> None:
 
 
 def _listen(parent: Connection, commands: SimpleQueue[Any]) -> None:
-    """Queue the parent's commands. When the parent is gone, end this process, whatever its main thread waits for."""
+    """Queue the parent's commands. When the parent exits, exit this process, even if its main thread is blocked."""
     try:
         while True:
             commands.put(parent.recv())
@@ -268,7 +268,7 @@ def _listen(parent: Connection, commands: SimpleQueue[Any]) -> None:
 
 
 def _answer(work: Callable[..., Any], arguments: list[Any]) -> tuple[bool, Any]:
-    """Whether it worked, and its result or the error's message."""
+    """Return True and the result, or False and the error's message."""
     try:
         return True, work(*arguments)
     except Exception as error:

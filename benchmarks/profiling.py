@@ -1,10 +1,10 @@
-"""How repeatable are balances by time, and how long does sizing without a device take?
+"""The repeatability of balances by time, and the time to compute sizes without a device.
 
-Two profilers measure the same model by turns: ours (median of rounds) and, where it is installed, torchgpipe's (sum of
-rounds). The same exact partitioner cuts both, so that only the measurements differ. Every balance is judged by one
-reference, a long profile taken half before and half after. `spread` is how far the worst balance's bottleneck lies
-above the best one's, `loss` how far the median lies above the optimum of the reference, `noise` the median over the
-layers of the standard deviation of a layer's share of the sum, relative to that share.
+Two profilers measure the same model in turns: ours (median of rounds) and, if installed, torchgpipe's (sum of rounds).
+The same exact partitioner splits by both, so that only the measurements differ. A long profile, taken half before and
+half after, is the reference for every balance. `spread` is how far the worst balance's bottleneck lies above the best
+one's, `loss` how far the median lies above the reference's optimum, and `noise` the median over layers of the
+relative standard deviation of a layer's share of the sum.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _balances(repeats: int, timeout: float) -> Table:
 
 
 def convolutions() -> Model:
-    """Images shrink while channels grow; no layer in place, which torchgpipe's profiler refuses."""
+    """Return a network whose images shrink while channels grow; torchgpipe's profiler fails on in-place layers."""
     layers: list[nn.Module] = []
     for inside, outside in pairwise([3, 16, 32, 48, 64, 96]):
         layers += [nn.Conv2d(inside, outside, 3, padding=1), nn.BatchNorm2d(outside), nn.ReLU()]
@@ -127,7 +127,7 @@ def compare(table: Table, make: Callable[[], Model], partitions: int, repeats: i
 
 
 def _large() -> Table:
-    """A Sequential of 70 billion parameters, which have no memory."""
+    """Measure a Sequential with 70 billion parameters on the meta device."""
     with torch.device("meta"):
         block = [nn.TransformerEncoderLayer(8192, 64, 28672, batch_first=True) for _ in range(95)]
         model = nn.Sequential(nn.Embedding(32000, 8192), *block, nn.Linear(8192, 32000))

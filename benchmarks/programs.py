@@ -1,4 +1,4 @@
-"""The same training step in each library, as something to call. Runs in the contender's own process.
+"""The same training step in each library, as a callable. Runs in the contender's own process.
 
 python -m benchmarks.programs gpipe always        # milliseconds of the first two steps in this interpreter
 """
@@ -37,8 +37,8 @@ class Program:
         run: does one step, and returns the output if it trains nothing.
         module: has the gradients, under the names of the workload's model.
         prepare: to be called before each step, untimed.
-        costs: of an inline program, what its actions and its optimizer took.
-        held: of what a user would pick instead, the bytes of each device of this process.
+        costs: returns the costs of an inline program's actions and optimizer.
+        held: returns the bytes of each device of this process, for the alternatives.
     """
 
     run: Callable[[], Tensor | None]
@@ -60,12 +60,12 @@ def build(contender: Contender, task: Task) -> Program:
 
 
 def _way(contender: Contender) -> Program:
-    """What a user would write, on the model and the batch of all ways."""
+    """Build the program of an alternative, as a user would write it, on the model and batch shared by all."""
     import torch.distributed as dist
 
     several = contender.library in IN_TWO_PROCESSES
     if several:
-        bind_to_share(int(os.environ["RANK"]), 2)  # before gloo starts threads of its own
+        bind_to_share(int(os.environ["RANK"]), 2)  # before gloo starts its threads
     training = WAYS[contender.library](*model_and_batch())
     return Program(training.step, training.named, dist.barrier if several else list, held=training.held)
 
@@ -82,12 +82,12 @@ def _without_gradients(program: Program) -> Program:
 
 
 def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer that everybody's training step ends with."""
+    """Return the optimizer used by every training step."""
     return torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
 
 
 def _model(workload: Workload, skips: str) -> nn.Sequential:
-    """The same parameters for everybody."""
+    """Build the workload's model, with the same parameters for every library."""
     torch.manual_seed(0)
     return workload.model(importlib.import_module(skips))
 
@@ -104,7 +104,7 @@ def _loop(workload: Workload, contender: Contender, task: Task) -> Program:
 
     def train() -> None:
         optimizer.zero_grad()
-        # Leaves of their own: to go back through chunk() would cost a gradient of the whole batch for each of them.
+        # Separate leaves, because a backward through chunk() would allocate a gradient of the full batch per chunk.
         chunks = [chunk.requires_grad_() for chunk in batch.detach().chunk(task.chunks)]
         for chunk in chunks:
             workload.loss(model(chunk)).backward()
@@ -144,13 +144,13 @@ def _two_loops(workload: Workload, contender: Contender, task: Task) -> Program:
 
 
 def _plain(workload: Workload, contender: Contender, task: Task) -> Program:
-    """The model as it is on the whole mini-batch."""
+    """Run the unmodified model on the full mini-batch."""
     model, batch = _model(workload, "gpipe.skip"), _batch(workload)
     return _by_module(model, model, batch, workload, task)
 
 
 def _by_module(call: nn.Module, names: nn.Module, batch: Tensor, workload: Workload, task: Task) -> Program:
-    """A step of what is called like a module: forward, loss of all, backward, optimizer."""
+    """Train anything callable like a module: forward, loss, backward, optimizer."""
     optimizer = optimizer_of(names)
 
     def train() -> None:
@@ -247,7 +247,7 @@ def _distributed(workload: Workload, contender: Contender, task: Task) -> Progra
 
 
 def _ranks(workload: Workload, contender: Contender, task: Task) -> Program:
-    """gpipe.distributed.Rank, in processes as those of torch.distributed.pipelining."""
+    """Run gpipe.distributed.Rank, in processes set up as for torch.distributed.pipelining."""
     import torch.distributed as dist
 
     from gpipe.distributed import Rank
@@ -262,10 +262,10 @@ def _ranks(workload: Workload, contender: Contender, task: Task) -> Program:
 
 
 def named_results(program: Program, output: Tensor | None) -> dict[str, Tensor]:
-    """What must be the same in all libraries: gradients of parameters after training, else the output."""
+    """Return the results compared between libraries: gradients of parameters after training, otherwise the output."""
     if output is not None:
         return {"output": output.detach()}
-    # torchgpipe and fairscale put each layer that skips into a module of their own.
+    # torchgpipe and fairscale wrap each layer that skips in a module.
     found = program.module.named_parameters()
     return {name.replace(".module.", "."): _whole(p.grad) for name, p in found if p.grad is not None}
 

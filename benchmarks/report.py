@@ -1,4 +1,4 @@
-"""What a part returns: tables, shown or written into a page, and figures, kept for the table of targets."""
+"""Results of a part: tables, shown or written into a page, and figures, stored for the table of targets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tabulate import tabulate
 
 PAGES = Path(__file__).parents[1] / "docs" / "benchmarks"
 RESULTS = Path(__file__).parent / "results"
-Figures = dict[str, tuple[float, str]]  # value and stamp, by name
+Figures = dict[str, tuple[float, str]]  # {name: (value, stamp)}
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Table:
 
 @dataclass
 class Report:
-    """What a part of the suite measured: tables, and figures by name."""
+    """Tables measured by a part of the suite, and figures by name."""
 
     tables: list[Table] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
@@ -101,7 +101,7 @@ def show_all(console: Console, tables: Iterable[Table]) -> None:
 
 
 def keep(part: str, stamp: str, figures: dict[str, float], folder: Path = RESULTS) -> None:
-    """Store figures with their stamp; those that this run of the part did not measure stay as they were."""
+    """Store figures with their stamp. Figures that this run did not measure are unchanged."""
     folder.mkdir(exist_ok=True)
     file = folder / f"{part}.json"
     known = _read(file) if file.exists() else {}

@@ -1,7 +1,7 @@
-"""A searched schedule beside the named ones that suit the stages: simulated time and memory, nothing is run.
+"""A searched schedule compared with the named ones that suit the stages: simulated time and memory, nothing is run.
 
-Stages on one worker each, in loops and in a V, with three models of costs and three limits of memory: none, that of
-1F1B, and half of it. The best named schedule is the fastest that fits.
+Stages are on one worker each, in loops or in a V, with three cost models and three memory limits: none, 1F1B's, and
+half of 1F1B's. The best named schedule is the fastest that fits.
 
 python -m benchmarks searched
 """
@@ -97,7 +97,7 @@ class Found(NamedTuple):
 
 
 def run(options: argparse.Namespace) -> Iterator[Report]:
-    """A row for each number of workers and micro-batches, and a summary. Searches are in seconds of the processor."""
+    """Yield one row per number of workers and micro-batches, and a summary. Search times are in processor seconds."""
     found = {name: [*_found(place, options)] for name, place in PLACEMENTS.items()}
     tables = [_summary(found), *(_table(name, each) for name, each in found.items()), _in_v(options)]
     figures = {}
@@ -168,7 +168,7 @@ def _table(name: str, found: Sequence[Found]) -> Table:
 
 
 def _in_v(options: argparse.Namespace) -> Table:
-    """The memory of V-Half and V-Min, as published, and the bubble of what is found, over 1F1B's."""
+    """Compare the search with V-Half and V-Min at their published memory: the bubble over 1F1B's."""
     caption = (
         "In a V, with the memory of V-Half and V-Min, and equal costs: idle time / that of 1F1B, with m = 2n; "
         "published: about 1/2 and 2/3"

@@ -1,7 +1,7 @@
-"""How long blockpartition takes: against building prefix sums, against torchgpipe's solver, and under constraints.
+"""The time of blockpartition, compared with prefix sums and torchgpipe's solver, and under constraints.
 
 Times are of the processor, since everything runs on one thread and machines are shared. Ratios are taken within a
-round, where both sides run one after the other.
+round, one directly after the other.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _drawn(draw: Callable[[Random], int], n: int, seed: int) -> list[int]:
 
 
 def _compare(other: Callable[..., Any], problems: list[list[int]], k: int, limit: float) -> tuple[object, ...]:
-    """How often the other solver gives up or errs, how far its answers are from the optimum, and its time."""
+    """Return how often the other solver gives up or errs, how far it is from the optimum, and its time."""
     silent, wrong, quality, times = 0, 0, [], []
     for costs in problems:
         least, ours = _answered(lambda c=costs: max(map(sum, solve(c, k))))
@@ -169,7 +169,7 @@ def _answered(call: Callable[[], Any]) -> tuple[Any, float]:
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Interrupt pure Python after so long; some problems make the known heuristic loop for ever."""
+    """Interrupt pure Python after a time limit; some problems make the known heuristic loop forever."""
 
     def stop(*_: object) -> None:
         raise TimeoutError
@@ -212,14 +212,14 @@ def _many_blocks(n: int, rounds: int) -> Table:
 
 
 def _share(costs: list[Any], call: Callable[[], object], rounds: int) -> str:
-    """How many times as long as the prefix sums a call takes."""
+    """Return the time of a call as a multiple of the prefix sums' time."""
     programs = {"base": lambda: list(accumulate(costs, initial=0)), "call": call}
     seconds = interleaved(programs, rounds, warmups=0, clock=process_time)
     return f"{statistics.median(ratios(seconds['call'], seconds['base'])):.1f}"
 
 
 def _bisect_each(costs: list[Any], k: int) -> list[int]:
-    """What one pass of any search by bisection has to do: k equal blocks, of which the sums are known."""
+    """Do the minimal work of any search by bisection: one pass over k equal blocks with known sums."""
     sums = range(len(costs) + 1)
     width = len(costs) // k
     end, ends = 0, []
@@ -230,7 +230,7 @@ def _bisect_each(costs: list[Any], k: int) -> list[int]:
 
 
 def _cut(costs: list[Any], k: int) -> list[list[Any]]:
-    """What is left when all ends are known."""
+    """Slice the costs into equal blocks, once their ends are known."""
     width = len(costs) // k
     return [costs[start : start + width] for start in range(0, width * k, width)]
 

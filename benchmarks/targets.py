@@ -1,4 +1,4 @@
-"""The figures to reach, beside those that the other parts measured last."""
+"""Targets, and the latest measurements by the other parts."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The same training step of the same model, as a user would write it with each tool.
+"""The same training step of the same model with each tool, as a user would write it.
 
-Each function takes a model of Hugging Face and a batch, and returns a step and what it trains. All but the plain one
+Each function takes a Hugging Face model and a batch, and returns a step and the trained module. All but the plain one
 differ from the plain one in the lines that a user has to change; docs/benchmarks/alternatives.md shows and counts them.
-Those of `IN_TWO_PROCESSES` run in each of two processes, started by torchrun.
+The ones in `IN_TWO_PROCESSES` run in each of two processes, started by torchrun.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Batch = dict[str, Tensor]
 
 @dataclass
 class Training:
-    """A step, and what it trains.
+    """A step, and the module that it trains.
 
     Attributes:
         named: has the gradients, under the model's names.
@@ -46,13 +46,13 @@ class Training:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Of a sharded tensor, those that this process has."""
+    """Return the number of bytes that are in this process, which has only a part of a sharded tensor."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local.nbytes
 
 
 def model_and_batch() -> tuple[Any, Batch]:
-    """A Llama of four blocks, and 16 rows of 64 random words with which it is trained to predict the next one."""
+    """Return a Llama of four blocks, and 16 rows of 64 random words, trained to predict the next word."""
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -109,7 +109,7 @@ def fsdp(model: Any, batch: Batch) -> Training:
 
 
 class Part(nn.Module):
-    """Half of the model's blocks, and what comes before the first of them or after the last."""
+    """Half of the model's blocks, with the embedding before or the head after them."""
 
     def __init__(self, model: Any, k: int) -> None:
         super().__init__()
@@ -191,13 +191,13 @@ WAYS: dict[str, Callable[[Any, Batch], Training]] = {
 
 
 def lines_changed(name: str) -> int:
-    """How many lines of code this way has that the plain loop does not have."""
+    """Return how many lines of code this variant has that the plain loop does not have."""
     sources = [WAYS[name], Part] if name == "torch.distributed.pipelining" else [WAYS[name]]
     return sum((Counter(line for source in sources for line in _lines(source)) - Counter(_lines(plain))).values())
 
 
 def _lines(source: Any) -> list[str]:
-    """Without a function's heading, docstrings, blank lines, and what it returns to this benchmark."""
+    """Return a function's lines without its header, docstrings, blank lines and the benchmark's return statement."""
     lines = [line.strip() for line in inspect.getsource(source).splitlines()]
     lines = lines if isinstance(source, type) else lines[1:]
     return [line for line in lines if line and not line.startswith(("return Training", '"""'))]

@@ -1,9 +1,9 @@
-"""A loss that is computed once, on the outputs of all rows, beside the other two ways to train by it.
+"""A loss computed once, on the full batch's outputs, compared with the other two ways to train with it.
 
-A language model with a vocabulary of 32,000, so that its logits are larger than all else. The same mean over tokens is
-trained by three ways: `pipe(x)` and the caller's own `backward()`; `step` with a function of which nothing is known,
-which is called once; and `step` with a function that returns a `LossSum`, which is called for each micro-batch (1F1B).
-Bytes are those of the profiler's tracker, in a step inline. Times are of steps in turns.
+A language model with a vocabulary of 32,000, so that its logits are larger than everything else. The same mean over
+tokens is trained in three ways: `pipe(x)` and the caller's `backward()`; `step` with a function that nothing is
+declared about, which is called once; and `step` with a function that returns a `LossSum`, which is called once per
+micro-batch (1F1B). Bytes are counted by the profiler's tracker in an inline step. Steps are timed in turns.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _peaks(chunks: int) -> dict[str, int]:
     found = {}
     with gpipe.inline():
         for way, train in WAYS.items():
-            train(pipe, *batch)  # gradients, and what is made once
+            train(pipe, *batch)  # allocates gradients and other one-time memory
             with AllocationTracker() as tracker:
                 train(pipe, *batch)
             found[way] = tracker.peak

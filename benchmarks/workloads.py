@@ -1,6 +1,6 @@
-"""What is trained: models that are the same in every library, and those that plans are tried on, with their batches.
+"""Models that are the same in every library, models for plans, and their batches.
 
-Each model is an `nn.Sequential`. Where it has skip connections, their vocabulary (`skippable`, `stash`, `pop`) is a
+Each model is an `nn.Sequential`. If it has skip connections, their vocabulary (`skippable`, `stash`, `pop`) is a
 module of the library under test.
 """
 
@@ -28,12 +28,12 @@ class Workload:
     """A model and its batch.
 
     Attributes:
-        loss: of a micro-batch; the losses of all add up to that of the mini-batch.
+        loss: returns the loss of a micro-batch; the losses add up to the mini-batch's loss.
         balance: makes two stages of about the same weight.
         quarters: makes four, where the model can be cut like that.
-        even: has as many layers in both stages, where those of `balance` do not.
+        even: makes two stages with the same number of layers, if `balance` does not.
         random: whether the model draws masks, so that gradients differ from run to run.
-        has_batch_norm: which computes another function of the whole mini-batch than of its micro-batches.
+        has_batch_norm: whether the function computed depends on the split into micro-batches.
     """
 
     model: Callable[[Skips], nn.Sequential]
@@ -50,7 +50,7 @@ def by_name(name: str) -> Workload:
     """The workload of this name.
 
     Raises:
-        ValueError: if there is none; names those that there are.
+        ValueError: if there is no such workload; the message lists the valid names.
     """
     try:
         return {**WORKLOADS, **OF_RANKS}[name]
@@ -73,14 +73,14 @@ def linear(width: int, _: Skips) -> nn.Sequential:
 
 def w(width: int) -> Workload:
     def batch() -> Tensor:
-        # It requires grad, so that the first stage computes as much as the second.
+        # The input requires grad, so that both stages compute the same amount.
         return torch.randn(width, width, requires_grad=True)
 
     return Workload(partial(linear, width), batch, total, (8, 8), (4, 4, 4, 4))
 
 
 def narrowing(_: Skips) -> nn.Sequential:
-    """As W, but four blocks are wide and twelve narrow: most of the work is in the first quarter of the layers."""
+    """Return W with four wide and twelve narrow blocks: most of the work is in the first quarter of the layers."""
     widths = [512] * 5 + [128] * 12
     return nn.Sequential(*[layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.GELU())])
 
@@ -135,7 +135,7 @@ def _convolutions(inside: int, outside: int) -> nn.Sequential:
 
 
 class Residual(nn.Module):
-    """Two convolutions with batch norm beside a shortcut; ReLUs work in place."""
+    """Two convolutions with batch norm and a shortcut; the ReLUs are in-place."""
 
     def __init__(self, inside: int, outside: int, stride: int) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ def gpt2(width: int, blocks: int, _: Skips) -> nn.Sequential:
 
 
 class LlamaBlock(nn.Module):
-    """A block of Llama that takes a tensor and gives one; it has rotary embeddings of its own."""
+    """A block of Llama that maps a tensor to a tensor, with its own rotary embeddings."""
 
     def __init__(self, config: Any, k: int, length: int) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ def llama(width: int, blocks: int, length: int, _: Skips) -> nn.Sequential:
 
 
 def llama_config(width: int, blocks: int) -> Any:
-    """Of a Llama with 512 words and, as in the large ones, inner layers 2.7 times as wide."""
+    """Return a Llama configuration: 512 words and, as in large ones, an intermediate size of 2.7 times the width."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -309,7 +309,7 @@ class Words(nn.Module):
 
 
 def mlp(width: int = 768, rows: int = 512) -> Case:
-    """With an output, and so a loss, much wider than what is between."""
+    """Return a case whose output, and so its loss, is much wider than the hidden layers."""
     layers = [layer for _ in range(8) for layer in (nn.Linear(width, width), nn.ReLU())]
     return Case(nn.Sequential(*layers, nn.Linear(width, 4000)), torch.randn(rows, width), None, _squares)
 
@@ -400,7 +400,7 @@ SMALL_CASES: dict[str, Callable[[], Case]] = {
     "GPT-2": lambda: language_model(64, 4, 8, 32),
     "MLP, wide and narrow": wide_and_narrow,
 }
-"""Those of which every way to train is run."""
+"""Cases small enough to run every candidate."""
 
 
 def _fewer(case: Case, layers: int) -> Case:

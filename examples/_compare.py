@@ -1,4 +1,4 @@
-"""What the examples have in common: their options, and how a pipeline compares with the plain model."""
+"""Code shared by the examples: options, and comparisons of a pipeline with the plain model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WAYS = {
     "fill-drain, checkpointed": ("fill_drain", "always"),
     "1F1B, checkpointed": ("1f1b", "always"),
 }
-"""Schedule and mode of checkpointing by what the tables call them."""
+"""Schedule and checkpointing mode, by name in the tables."""
 
 
 class Task(Protocol):
@@ -98,14 +98,14 @@ def compare_results(
 
 
 def difference(plain: nn.Module, pipe: GPipe) -> float:
-    """How far any gradient is from the plain model's, as a share of the largest one."""
+    """Return the largest difference of any gradient from the plain model's, relative to the largest gradient."""
     found, expected = gradients(pipe), gradients(plain)
     largest = max(grad.abs().max().item() for grad in expected.values())
     return max((found[name] - grad).abs().max().item() for name, grad in expected.items()) / largest
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    tensors = model.state_dict(keep_vars=True)  # under the names of the plain model, whatever was made of it
+    tensors = model.state_dict(keep_vars=True)  # the names of the plain model, for all wrappers
     return {name: tensor.grad.cpu() for name, tensor in tensors.items() if tensor.grad is not None}
 
 
@@ -136,7 +136,7 @@ def compare_memory(alone: GPipe, pipe: GPipe, optimizer: torch.optim.Optimizer, 
 
 
 def memory(alone: GPipe, pipe: GPipe, optimizer: torch.optim.Optimizer, task: Task) -> dict[str, list[Held]]:
-    """What each device holds at most, measured: the plain model's one, then those of the pipeline under each way."""
+    """Return the measured peaks of each device: the plain model's, then the pipeline's for each setting."""
     states = [bytes_of_training(partition, optimizer) for partition in pipe.partitions]
     found = {"plain model": [Held(sum(states), peak) for peak in peaks(alone, task, "fill_drain")]}
     before = pipe.checkpoint
@@ -147,7 +147,7 @@ def memory(alone: GPipe, pipe: GPipe, optimizer: torch.optim.Optimizer, task: Ta
 
 
 def bytes_of_training(stage: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of a stage's parameters, their gradients and what the optimizer keeps for them."""
+    """Return the bytes of a stage's parameters, their gradients and optimizer state."""
     tensors = [
         tensor
         for parameter in stage.parameters()

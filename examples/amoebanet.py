@@ -65,7 +65,7 @@ class Keep(nn.Module):
 
 @skippable(pop=["output"])
 class Cell(nn.Module):
-    """Convolutions and poolings of what the two cells before gave, which may have fewer channels and more pixels."""
+    """Convolutions and poolings of the outputs of the last two cells, which may have fewer channels and more pixels."""
 
     def __init__(self, far: int, near: int, channels: int) -> None:
         super().__init__()

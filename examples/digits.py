@@ -26,7 +26,7 @@ from gpipe import GPipe
 from gpipe.balance import balance_cost
 from profiler import Profile, profile
 
-Digits = tuple[Tensor, Tensor]  # images of 1 × 8 × 8, and what they show
+Digits = tuple[Tensor, Tensor]  # images of 1 × 8 × 8, and their classes
 
 ON_ONE_CPU = """\
 On one CPU the plain model has all cores for each operation, and the stages share them: a pipeline gains memory here.
@@ -69,7 +69,7 @@ class Residual(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        # Group norm, because the statistics of batch norm would be those of a micro-batch.
+        # Group norm, because batch norm would use the statistics of a micro-batch.
         self.body = nn.Sequential(
             nn.Conv2d(width, width, 3, padding=1, bias=False),
             nn.GroupNorm(8, width),
@@ -104,7 +104,7 @@ def load() -> tuple[Digits, Digits]:
 
 
 def choose_balance(model: nn.Sequential, sample: Tensor, devices: Sequence[str], chunks: int) -> list[int]:
-    """How many layers each device gets, so that the slowest of them has as little to do as possible."""
+    """Return the number of layers per device that minimizes the slowest device's work."""
     measured = profile(model, sample, device=devices[0], chunks=chunks)
     balance = balance_cost(measured.seconds, len(devices))
     show_balance(balance, measured, devices)

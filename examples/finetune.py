@@ -1,4 +1,4 @@
-"""Train a language model of Hugging Face's in a pipeline, save it, and go on with another number of stages.
+"""Train a Hugging Face language model in a pipeline, save it, and resume with a different number of stages.
 
 python examples/finetune.py
 python examples/finetune.py --devices cuda:0 cuda:1 --then cuda:0 cuda:1 cuda:2 cuda:3
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def compare(run: Run, rows: Tensor, test: Tensor, options: argparse.Namespace) -> None:
-    """Print what the pipeline computes and holds, beside the plain model."""
+    """Compare the results and memory of the pipeline with the plain model."""
     task = Rows(rows)
     plain = copy.deepcopy(run.model).cpu().eval()
     run.pipe.eval()  # without dropout, whose masks a pipeline draws on its own
@@ -72,7 +72,7 @@ def compare(run: Run, rows: Tensor, test: Tensor, options: argparse.Namespace) -
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser(__doc__, "gpipe-finetune.svg", chunks=4)
-    options.add_argument("--then", nargs="+", help="those of the second half (default: one stage more)")
+    options.add_argument("--then", nargs="+", help="devices of the second half (default: one stage more)")
     options.add_argument("--steps", type=int, default=100, help="of the optimizer; half of them before it is saved")
     options.add_argument("--batch", type=int, default=16, help="blocks of text in a mini-batch")
     options.add_argument("--length", type=int, default=64, help="tokens in a block")
@@ -105,7 +105,7 @@ def blocks(tokenizer: Tokenizer, text: str, length: int) -> tuple[Tensor, Tensor
 
 
 def language_model(options: argparse.Namespace, **changes: Any) -> GPT2LMHeadModel:
-    """A small GPT-2 that knows nothing yet; ``AutoModelForCausalLM.from_pretrained(...)`` goes here just as well."""
+    """Return a small untrained GPT-2; ``AutoModelForCausalLM.from_pretrained(...)`` works as well."""
     config = GPT2Config(
         vocab_size=options.vocabulary,
         n_positions=max(options.length, 64),
@@ -122,7 +122,7 @@ def language_model(options: argparse.Namespace, **changes: Any) -> GPT2LMHeadMod
 
 @dataclass
 class Run:
-    """What a training run consists of, and can be saved and loaded."""
+    """The state of a training run, which can be saved and loaded."""
 
     model: PreTrainedModel
     pipe: GPipe
@@ -180,7 +180,7 @@ class Run:
 
     @classmethod
     def load(cls, folder: Path, devices: Sequence[str], options: argparse.Namespace) -> Run:
-        """What was saved. Names and order of parameters do not depend on the stages; on CPUs, nor does dropout."""
+        """Load a run. Parameter names and order do not depend on the stages; on CPUs, dropout does not either."""
         run = cls.of(AutoModelForCausalLM.from_pretrained(folder), devices, options)
         rest = torch.load(folder / "training.pt", map_location="cpu")
         run.optimizer.load_state_dict(rest["optimizer"])
@@ -206,7 +206,7 @@ class Rows:
 
 
 def batch_of(rows: Tensor) -> dict[str, Any]:
-    """What the model is called with. It computes its loss from the labels, shifted by one token."""
+    """Return the model's arguments. It computes its loss from the labels, shifted by one token."""
     return {"input_ids": rows, "labels": rows}
 
 
@@ -223,8 +223,8 @@ def progress() -> Progress:
 
 @torch.no_grad()
 def continued(model: PreTrainedModel, tokenizer: Tokenizer, prompt: str, tokens: int = 40) -> str:
-    """What the model itself, without a pipeline, writes after the prompt."""
-    model = copy.deepcopy(model).eval().cpu()  # the pipeline goes on with its parameters where they are
+    """Let the model itself, without a pipeline, continue the prompt."""
+    model = copy.deepcopy(model).eval().cpu()  # the pipeline keeps using its parameters where they are
     ids = torch.tensor([tokenizer.encode(prompt).ids])
     found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=True, top_k=20)
     written: str = tokenizer.decode(found[0, ids.shape[1] :].tolist())

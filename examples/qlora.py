@@ -98,7 +98,7 @@ def load(folder: Path, rank: int) -> nn.Module:
 
 
 class Contender(NamedTuple):
-    """A pipe that is trained, and what its steps gave."""
+    """A pipe to train, and the results of its steps."""
 
     pipe: GPipe
     optimizer: torch.optim.Optimizer
@@ -108,7 +108,7 @@ class Contender(NamedTuple):
 
     @classmethod
     def of(cls, folder: Path, chunks: int, options: argparse.Namespace) -> Contender:
-        """The pipe of a fresh copy of the model. With one micro-batch its stages compute one after the other."""
+        """Create a pipe of a fresh copy of the model. With one micro-batch its stages run sequentially."""
         model = load(folder, options.rank)
         pipe = GPipe(model, devices=options.devices, chunks=chunks, checkpoint=options.checkpoint)
         trained = [parameter for parameter in pipe.parameters() if parameter.requires_grad]
@@ -128,7 +128,7 @@ class Contender(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A mini-batch of tokens, each of which is to be predicted from those before it."""
+    """A mini-batch of tokens, each predicted from the previous ones."""
 
     rows: Tensor
 

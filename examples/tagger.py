@@ -35,7 +35,7 @@ STYLES = {
     "comment": "blue",
     "operator": "yellow",
 }
-"""What a letter can be part of, and how that is shown."""
+"""The tags of a letter, and how they are displayed."""
 
 TAGS = {name: number for number, name in enumerate(STYLES)}
 TRAINING = ("argparse", "ast", "calendar", "csv", "dataclasses", "difflib", "inspect", "logging", "pathlib", "typing")
@@ -75,12 +75,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options.add_argument("--batch", type=int, default=32, help="rows of letters in a mini-batch")
     options.add_argument("--length", type=int, default=64, help="letters in a row")
     options.add_argument("--width", type=int, default=64, help="features of a letter")
-    options.add_argument("--layers", type=int, default=4, help="LSTMs, each of which reads forwards and backwards")
+    options.add_argument("--layers", type=int, default=4, help="number of bidirectional LSTMs")
     return options.parse_args(argv)
 
 
 class Reader(nn.Module):
-    """An LSTM in both directions, beside a shortcut. Its last states are dropped: a row is read as a whole."""
+    """A bidirectional LSTM with a shortcut. Its final states are dropped, since a row is read completely."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def tagger(width: int, layers: int) -> nn.Sequential:
 
 
 def cross_entropy(output: Tensor, tags: Tensor) -> Tensor:
-    """Return the mean over all letters, which is a mean over rows, since all rows have the same length."""
+    """Return the mean over all letters, which is a mean over rows, since rows have equal lengths."""
     return F.cross_entropy(output.flatten(0, 1), tags.flatten())
 
 

@@ -29,7 +29,7 @@ from gpipe.distributed import Rank
 console = Console(quiet=int(os.environ.get("RANK", 0)) > 0)
 
 WITHOUT_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-"""A mini-batch and its micro-batches would draw other numbers."""
+"""A mini-batch and its micro-batches would have different masks."""
 
 Step = Callable[[dict[str, Tensor]], Tensor]
 """Forward and backward of a mini-batch; its loss."""
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plain", action="store_true", help="train the model itself")
-    parser.add_argument("--stages", type=int, default=2, help="of a pipeline; at least as many as processes")
+    parser.add_argument("--stages", type=int, default=2, help="stages of a pipeline; at least as many as processes")
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--timeline", type=Path, help="where to save the drawing of a step: .svg or .html")
     parser.add_argument("--steps", type=int, default=40)
@@ -72,7 +72,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def trained_by(options: argparse.Namespace, model: GPT2LMHeadModel) -> tuple[str, nn.Module, Step]:
-    """What the training is called, whose parameters it trains, and its step."""
+    """Return the name of the training, the module with the parameters, and its step."""
     if options.plain:
         return "the plain model", model, lambda batch: plain_step(model, batch)
     if "RANK" not in os.environ:

@@ -55,7 +55,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options.add_argument("--batch", type=int, default=16, help="crops in a mini-batch")
     options.add_argument("--size", type=int, default=48, help="pixels of a crop, each way")
     options.add_argument(
-        "--channels", type=int, default=12, help="of the first level; each has twice as many as before"
+        "--channels", type=int, default=12, help="channels of the first level, doubled on each further level"
     )
     options.add_argument("--levels", type=int, default=3, help="how often the picture is made smaller")
     return options.parse_args(argv)
@@ -81,7 +81,7 @@ class Keep(nn.Module):
 
 @skippable(pop=["picture"])
 class Subtract(nn.Module):
-    """The picture without the noise, since that is what the layers before find."""
+    """Subtract the noise, found by the previous layers, from the picture."""
 
     def forward(self, x: Tensor) -> Skipping:
         picture = yield pop("picture")
@@ -104,7 +104,7 @@ class Down(nn.Module):
 
 @skippable(pop=["skip"])
 class Up(nn.Module):
-    """Twice as many pixels each way, and convolutions of these and what its `Down` stashed."""
+    """Double height and width, and convolve the result with the features stashed by its `Down`."""
 
     def __init__(self, inside: int, skipped: int, outside: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The programs under examples/, as modules, and what they print."""
+"""The programs under examples/ as modules, and access to their output."""
 
 import importlib.util
 import re
@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-sys.path.append(str(EXAMPLES))  # as when they are run: what they share is a module there
+sys.path.append(str(EXAMPLES))  # as when run as a script: their shared code is a module there
 
 
 def example(name: str) -> ModuleType:
@@ -28,7 +28,7 @@ def number(pattern: str, told: str) -> float:
 
 
 def numbers(pattern: str, told: str) -> tuple[float, ...]:
-    """What the groups of the pattern match."""
+    """Return the groups of the pattern as numbers."""
     found = re.search(pattern, told)
     assert found is not None, pattern
     return tuple(map(float, found.groups()))

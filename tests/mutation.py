@@ -1,12 +1,12 @@
-"""Small faults planted one by one in the sources, a random sample of them, of which the tests should find each.
+"""Mutation testing: plants a random sample of small faults in the sources, one at a time. Tests should find each.
 
     python -m tests.mutation --sample 30                # in all packages together
     python -m tests.mutation --sample 50 blockpartition
     python -m tests.mutation --sample 50 --seed 1 gpipe/engine gpipe/checkpoint
     python -m tests.mutation --lines 'wait_|record_' --tests 'tests/simulated -k "not fault"' gpipe streams
 
-All faults there are would take days, for an engine with tests of minutes. A fork of a process that has imported torch
-runs the tests nearest to the fault, in a copy of the repository, until one fails; that one has to pass without it.
+Testing all faults of the engine would take days. A fork of a process that has imported torch runs the closest tests,
+in a copy of the repository, until one fails. That test has to pass without the fault.
 """
 
 import argparse
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("blockpartition", "microbatch", "streams", "profiler", "gpipe")
 FORKS = multiprocessing.get_context("fork")
 HANGS = 600
-"""Seconds of a test that is taken to hang."""
+"""Timeout in seconds: a slower test counts as hanging."""
 
 
 Place = tuple[ast.AST, str, int | None, Any]
@@ -48,7 +48,7 @@ class Mutant(NamedTuple):
     before: str
     after: str
     source: str
-    """Of the whole file, with the fault in it."""
+    """The source of the whole file, including the fault."""
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {self.before}  ->  {self.after}"
@@ -63,11 +63,11 @@ OTHERS: dict[type[ast.AST], type[ast.AST]] = {
 
 ENDS = {"source": "target", "compute": "copy", "values_out": "gradients_out", "values_in": "gradients_in"}
 STREAMS = {**ENDS, **{there: here for here, there in ENDS.items()}}
-"""Names of streams, and of what has them, that stand for others."""
+"""Names of streams, and of objects with streams, that can be swapped."""
 
 
 def variants(node: ast.AST) -> Iterator[ast.AST]:
-    """Other nodes that might stand in the place of ``node``."""
+    """Yield possible replacements of ``node``."""
     match node:
         case ast.Compare(ops=[op]) if type(op) in OTHERS:
             yield _with(node, ops=[OTHERS[type(op)]()])
@@ -103,7 +103,7 @@ def variants(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def mutants(file: Path, lines: str = "") -> list[Callable[[], Mutant]]:
-    """What makes each fault of a file, in order, on lines in which the pattern ``lines`` is found."""
+    """Return functions that create the faults of a file, in order, for lines matching the pattern ``lines``."""
     source = (ROOT / file).read_text()
     tree = ast.parse(source)
     wanted = {number for number, line in enumerate(source.splitlines(), start=1) if re.search(lines, line)}
@@ -120,7 +120,7 @@ def _made(file: Path, tree: ast.AST, place: Place, variant: ast.AST) -> Mutant:
 
 
 def _places(parent: ast.AST) -> Iterator[Place]:
-    """Every statement and expression that does something, and where it stands."""
+    """Yield every statement and expression that affects behavior, with its parents."""
     for field, value in ast.iter_fields(parent):
         if field in ("annotation", "returns", "decorator_list", "bases", "type_params"):
             continue
@@ -132,7 +132,7 @@ def _places(parent: ast.AST) -> Iterator[Place]:
 
 
 def _says_nothing(node: ast.AST) -> bool:
-    """Whether a node is about words and types: messages, logs, docstrings, imports, assertions of what must be so."""
+    """Return whether a node does not affect behavior: messages, logs, docstrings, imports, assertions, types."""
     match node:
         case ast.Raise() | ast.Assert() | ast.Import() | ast.ImportFrom() | ast.JoinedStr():
             return True
@@ -210,7 +210,7 @@ class Laboratory:
         return found
 
     def _failing(self, tests: tuple[str, ...]) -> str | None:
-        """The first test that fails; that which ran last, if the process ends."""
+        """Return the first failing test; if the process dies, the last one that ran."""
         hear, tell = FORKS.Pipe(duplex=False)
         child = FORKS.Process(target=self._work, args=(tests, tell))
         child.start()
@@ -224,7 +224,7 @@ class Laboratory:
         return test if child.exitcode else None
 
     def _work(self, tests: tuple[str, ...], tell: Connection) -> None:
-        """The life of a child: a group of its own, with what the tests start; it waits for none of their threads."""
+        """Run tests in a child, in a process group with everything they start. Do not wait for their threads."""
         os.setsid()
         os._exit(self._run(tests, tell))
 

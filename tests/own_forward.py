@@ -1,4 +1,4 @@
-"""Models in a pipe without a sample, beside the plain model: what comes of each way to use them."""
+"""Outcomes of each way to use a pipe without a sample, compared with the plain model."""
 
 import copy
 import linecache
@@ -19,13 +19,13 @@ from microbatch import flatten, leaf_paths
 PACKAGES = str(Path(__file__).parents[1] / "packages")
 CHUNKS, STAGES = 4, 3
 CACHES = ("past_key_values", "cache_params", "mems", "past_buckets_states", "['state']")
-"""Outputs that a pipe, which generates by itself, does not have."""
+"""Outputs that a pipe does not return, because it generates on its own."""
 EQUAL, REFUSED, BARE, WRONG = "equal", "refused", "bare error", "wrong"
 Loss = Callable[[Any], Tensor]
 
 
 class NotComparableError(Exception):
-    """The plain model fails by itself, or gives other numbers in each run, or none."""
+    """The plain model fails, is not deterministic, or returns no numbers."""
 
 
 class Case(NamedTuple):
@@ -34,7 +34,7 @@ class Case(NamedTuple):
     Attributes:
         model: the model, in training mode.
         batch: the arguments of its forward.
-        loss: of the output for all rows; None if the model computes its loss.
+        loss: the loss function of the full output; None if the model computes its loss.
         bound: how far numbers may differ, relative to the largest.
         rows_apart: whether the output for a row depends on this row alone.
         in_spec: how the batch is cut.
@@ -49,7 +49,7 @@ class Case(NamedTuple):
 
 
 def outcomes(case: Case) -> dict[str, str]:
-    """Return what comes of each way to use a pipe of the model: the word "equal", or what happened instead.
+    """Return the outcome of each way to use a pipe of the model: the word "equal", or a description.
 
     Raises:
         NotComparableError: there is nothing to compare with.
@@ -123,7 +123,7 @@ def evaluate(case: Case, pipe: GPipe, plain: nn.Module) -> None:
 
 
 def blocks(case: Case, pipe: GPipe, plain: nn.Module) -> None:
-    """Each block computes once for each micro-batch, in a thread of a forward."""
+    """Check that each block runs once per micro-batch, on a thread of a forward."""
     pipe.eval()
     plain.eval()
     names: list[str] = pipe.block_names
@@ -153,7 +153,7 @@ def rows_apart(schedule: str) -> Callable[[Case, GPipe, nn.Module], None]:
     return way
 
 
-# Parts of these.
+# Substrings of parameter names
 
 
 def alone(plain: nn.Module, batch: Arguments) -> Any:
@@ -175,12 +175,12 @@ def loss_of(case: Case, output: Any) -> Tensor:
 
 
 def mean_square(output: Any) -> Tensor:
-    """The loss of the first tensor of the output that has a row for each sample."""
+    """Return the loss of the first output tensor with one row per sample."""
     return next(leaf for _, leaf in leaves(output) if leaf.is_floating_point() and leaf.dim() > 1).square().mean()
 
 
 def of_all_rows(output: Any) -> Tensor:
-    """A loss of the first output, or the only one, that depends on all rows together."""
+    """Return a loss of the first (or only) output that mixes rows."""
     first: Tensor = output if isinstance(output, Tensor) else output[0]
     return (first - first.mean(0)).square().flatten(1).sum(1).sqrt().mean() + first.square().mean()
 
@@ -210,7 +210,7 @@ def called(model: nn.Module, names: Iterable[str]) -> Iterator[list[tuple[str, s
 
 
 def freeze_statistics(model: nn.Module) -> None:
-    """Batch norm looks at all rows together."""
+    """Freeze batch norm, which depends on the full batch."""
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.eval()
@@ -237,7 +237,7 @@ def expect_repeatable(case: Case, plain: nn.Module) -> None:
 def expect_outputs(found: Any, expected: Any, bound: float) -> None:
     assert type(found) is type(expected), f"the output is a {type(found).__name__}"
     mine, others = dict(leaves(found)), dict(leaves(expected))
-    assert mine.keys() == others.keys(), f"fields {[*mine]} in place of {[*others]}"
+    assert mine.keys() == others.keys(), f"fields {[*mine]} instead of {[*others]}"
     for name, tensor in others.items():
         assert mine[name].shape == tensor.shape, f"{name} has the shape {tuple(mine[name].shape)}, not {tensor.shape}"
         if tensor.is_floating_point():
@@ -278,7 +278,7 @@ def expect_close(found: Tensor, expected: Tensor, bound: float, name: str) -> No
 
 
 def told(error: BaseException) -> str:
-    """Return what an error is: a refusal if a statement of ours raises it, with a message; else a bare error."""
+    """Classify an error: a refusal if our own statement raises it, with a message; else a bare error."""
     text = " ".join(str(error).split())
     if _is_ours(error) and type(error) in (TypeError, ValueError, RuntimeError):
         return f"{REFUSED}: {text:.300}"
@@ -305,7 +305,7 @@ def _where(error: BaseException) -> str:
 
 
 def report(found: Mapping[str, Mapping[str, str]]) -> None:
-    """Print how many models are of each kind, and what happened to those that are not equal."""
+    """Print the number of models by outcome, with details unless they are equal."""
     counts = Counter(worst(each) for each in found.values())
     sys.stdout.write(f"{dict(counts)}\n")
     for name, each in found.items():

@@ -15,11 +15,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("blockpartition", "microbatch", "streams", "profiler", "gpipe")
 FRAMEWORKS = {"accelerate", "datasets", "lightning", "peft", "safetensors", "tokenizers", "transformers", "trl"}
-"""What a page may import that only ``nox -s frameworks`` installs."""
+"""Imports that only ``nox -s frameworks`` installs."""
 
 
 def pages(*, frameworks: bool) -> list[Path]:
-    """The pages that show Python: those that import one of the frameworks, or those that import none."""
+    """Return the pages that contain Python code, with or without imports of frameworks."""
     return [page for page in _pages() if imports_frameworks(page) == frameworks and not processes(page)]
 
 
@@ -29,7 +29,7 @@ def pages_of_processes() -> list[Path]:
 
 
 def processes(page: Path) -> int:
-    """As how many processes a page says that its program is to be started; 0 if it says nothing."""
+    """Return the number of processes in a page's torchrun command, or 0."""
     found = re.search(r"torchrun --nproc-per-node (\d+) train\.py", page.read_text(encoding="utf-8"))
     return int(found[1]) if found else 0
 
@@ -52,9 +52,9 @@ def blocks(page: Path) -> list[str]:
 
 
 def run(page: Path) -> str:
-    """Run the blocks of a page one after the other, as a reader would who pastes them into one session.
+    """Run the blocks of a page in order, in one namespace.
 
-    The comment below a statement that prints is what it has to print, unless it begins with "such as". Returns all that
+    The comment below a statement that prints is the expected output, unless it begins with "such as". Returns all that
     is printed.
     """
     names: dict[str, object] = {"__name__": "__page__"}

@@ -1,4 +1,4 @@
-"""The catalogue of errors has what is raised, and what its page says of it is about messages that exist."""
+"""The catalogue of errors is complete, and its page quotes messages that exist."""
 
 import re
 from collections.abc import Callable
@@ -54,7 +54,7 @@ def test_what_is_raised_is_in_the_catalogue(fail: Callable[[], object]) -> None:
 
 
 def pattern(text: str) -> re.Pattern[str]:
-    """Whatever may stand in the holes, and any of the alternatives."""
+    """Compile a pattern that accepts any text in the holes, and each of the alternatives."""
     parts = [re.escape(part) for part in HOLE.split(text)]
     return re.compile(re.sub(r"\\\(((?:[^()]|\\\|)*?)\\ \\\|\\ (.*?)\\\)", r"(?:\1|\2)", ".*".join(parts)), re.DOTALL)
 

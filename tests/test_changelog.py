@@ -8,7 +8,7 @@ import pytest
 from .pages import PACKAGES, ROOT
 
 towncrier = pytest.importorskip("towncrier._shell", reason="no changelogs: towncrier is not installed")
-testing = pytest.importorskip("click.testing")  # comes with it
+testing = pytest.importorskip("click.testing")  # a dependency of towncrier
 
 each_package = pytest.mark.parametrize("package", PACKAGES)
 

@@ -1,4 +1,4 @@
-"""What users call says what it takes, gives and raises, in sections as Google writes them, and its examples run."""
+"""Public functions document arguments, results and exceptions in Google style, and their examples run."""
 
 import ast
 import doctest
@@ -38,7 +38,7 @@ def modules(package: str) -> Iterator[Any]:
 
 
 def functions(package: str) -> dict[str, Function]:
-    """The public functions, and those methods of public classes that say something of their own."""
+    """Return public functions, and methods of public classes that have their own docstring."""
     found: dict[str, Function] = {}
     for module in modules(package):
         for name in module.__all__:
@@ -72,7 +72,7 @@ def parameters(function: Function) -> list[str]:
 
 
 def section(function: Function, name: str) -> str:
-    """The text of a section of the docstring, without the indentation; empty if there is none."""
+    """Return the text of a section of the docstring, dedented; empty if it does not exist."""
     found = re.search(rf"^{name}:\n((?:    .*\n?|\n)*)", inspect.getdoc(function) or "", re.M)
     return textwrap.dedent(found[1]) if found else ""
 
@@ -101,7 +101,7 @@ def test_the_arguments_are_those_of_the_signature(function: Function) -> None:
 
 @each_function
 def test_it_says_what_it_gives(function: Function) -> None:
-    """The summary of a method that takes nothing says it, as that of a property does."""
+    """A method without arguments may do so in its summary, like a property."""
     gives = inspect.signature(function).return_annotation not in (None, "None")
     named = section(function, "Returns") or section(function, "Yields")
     assert named or not gives or (is_method(function) and not parameters(function))

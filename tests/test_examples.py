@@ -26,9 +26,7 @@ TINY = {
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_it_trains_through_a_pipeline_as_the_plain_model_would(
-    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_example_trains_like_plain_model(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     options, score = TINY[name]
     picture = tmp_path / "step.svg"
     example(name).main([*options.split(), "--timeline", str(picture)])

@@ -1,4 +1,4 @@
-"""The figures that pages tell are those of the tables that benchmarks wrote."""
+"""Figures in sentences match the tables written by benchmarks."""
 
 import math
 import re
@@ -19,7 +19,7 @@ def text_of(page: Path) -> str:
 
 
 def blocks(page: str) -> dict[str, str]:
-    """What benchmarks wrote into a page, by the names of the tables."""
+    """Return the blocks that benchmarks wrote into a page, by table name."""
     return dict(BLOCKS.findall(text_of(ROOT / "docs" / "benchmarks" / f"{page}.md")))
 
 
@@ -36,14 +36,14 @@ def in_tables(text: str) -> set[str]:
 
 
 def in_sentences(text: str) -> set[str]:
-    """Figures outside of tables, code, and the lines that say when and how a table was made."""
+    """Return figures outside tables, code, and lines on when and how a table was made."""
     text = re.sub(r"```.*?```|`[^`]*`", "", BLOCKS.sub("", text), flags=re.DOTALL)
     return {figure for line in text.splitlines() if not line.startswith(("|", "*")) for figure in FIGURES.findall(line)}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_sentences_tell_figures_of_the_tables(page: Path) -> None:
-    """Of the same page; those of the first page are of any."""
+    """Sentences use the tables of their page; the index page may use any."""
     tables = PAGES if page.stem == "index" else [page]
     assert in_sentences(text_of(page)) <= set().union(*(in_tables(text_of(each)) for each in tables))
 
@@ -53,7 +53,7 @@ def readme(row: str) -> list[str]:
     return FIGURES.findall(line)
 
 
-def test_the_readme_has_the_least_and_the_most_of_linear_layers() -> None:
+def test_readme_quotes_range_of_linear_layers() -> None:
     tables = [block for name, block in blocks("pipeline").items() if re.fullmatch(r"w-\d+-m\d+", name)]
     ratios = [row[RATIO].split()[0] for block in tables for row in rows(block) if row[RATIO] != "–"]
     assert readme("time of a training step of linear layers / torchgpipe's") == [min(ratios), max(ratios)]
@@ -69,11 +69,11 @@ def test_the_readme_has_the_figures_of_one_gpu() -> None:
 
 
 KINDS = {"bfloat16, trained": (2, 2), "bfloat16, LoRA": (2, 0), "4 bits, LoRA": (0.55, 0)}
-"""By what the table of ``howto/offload.md`` calls them, the bytes of a parameter that move to the device and back."""
+"""Rows of ``howto/offload.md``, and the bytes per parameter moved to the device and back."""
 
 
-def test_the_tokens_from_which_offloading_pays_are_what_is_predicted() -> None:
-    """By the function that the page prints."""
+def test_offload_page_matches_prediction() -> None:
+    """The prediction is the function printed in the page."""
     page = text_of(ROOT / "docs" / "howto" / "offload.md")
     scope: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):

@@ -1,4 +1,4 @@
-"""A day on a GPU: every step comes to an end within the time of its part, and the page says what came of it."""
+"""A day on a GPU: every step finishes within its part's time, and the page reports its outcome."""
 
 import subprocess
 import sys
@@ -13,8 +13,8 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a G
 
 @without_gpu
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name != "C")) for name in PARTS])
-def test_without_a_gpu_the_page_says_what_would_run(name: str, tmp_path: Path) -> None:
-    """Steps of tests are looked for, so that a GPU's time is not spent on a wrong name."""
+def test_page_lists_steps_without_gpu(name: str, tmp_path: Path) -> None:
+    """Tests are collected, so that a wrong name does not waste a GPU's time."""
     done = subprocess.run(
         ["bash", str(ROOT / "tools" / "gpu_day.sh"), name, str(tmp_path)],
         env={**PARTS[name].steps[0].environment, "PYTHON": sys.executable},
@@ -62,7 +62,7 @@ def test_each_program_fills_its_table_on_the_cpu(name: str) -> None:
     assert len({row.count("|") for row in rows}) == 1
 
 
-def test_every_program_is_a_step_and_is_tried_small() -> None:
+def test_every_program_is_a_step() -> None:
     programs = {path.stem for path in (ROOT / "tools" / "gpu_day" / "programs").glob("[!_]*.py")} - {"common"}
     modules = {step.arguments[1] for part in PARTS.values() for step in part.steps}
     assert programs == set(SMALL) == {name.rpartition(".")[2] for name in modules if ".programs." in name}

@@ -1,4 +1,4 @@
-"""Who may need whom: no module needs itself, and what a package or a file keeps private is used there alone."""
+"""Import rules: no cycles, and private names are used only in their own package or file."""
 
 import ast
 import importlib
@@ -24,16 +24,16 @@ each_package = pytest.mark.parametrize("name", PACKAGES)
 
 
 @each_package
-def test_no_module_imports_itself_by_others(name: str) -> None:
-    """Not even by a late import. What is for types alone may point to an owner."""
+def test_no_import_cycles(name: str) -> None:
+    """Late imports count as well. Imports only for types may be circular."""
     graph = grimp().build_graph(name, exclude_type_checking_imports=True, cache_dir=None)
     edges = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     assert len(edges) > 1
     TopologicalSorter(edges).prepare()  # raises CycleError, which names the modules of the cycle
 
 
-def test_files_of_the_engine_import_only_those_above_them_in_the_table() -> None:
-    """Also what they import for types alone."""
+def test_engine_imports_follow_order_of_table() -> None:
+    """Imports only for types count as well."""
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     table = page.partition("## The files of the engine")[2].partition("## ")[0]
     order = re.findall(r"^\| `(\w+)\.py` \|", table, re.MULTILINE)
@@ -86,7 +86,7 @@ def used_of_others(node: ast.AST, name: str) -> Iterator[str]:
 
 
 def is_offered(used: str) -> bool:
-    """Whether a package offers this name: in ``__all__`` of a module that is not private, or as a module with one."""
+    """Return whether a name is public: in ``__all__`` of a public module, or such a module itself."""
     owner, _, name = used.rpartition(".")
     if "._" in f".{used}":
         return False
@@ -96,11 +96,11 @@ def is_offered(used: str) -> bool:
 
 
 OF_TORCH = {*dir(nn.Module()), *dir(torch.Tensor)}
-"""Such as ``_modules`` and ``_version``, which have no public form."""
+"""Private names such as ``_modules`` and ``_version``, which have no public equivalent."""
 
 
 @each_package
-def test_private_attributes_of_an_object_are_used_in_the_file_that_sets_them(name: str) -> None:
+def test_private_attributes_stay_in_their_file(name: str) -> None:
     found = trees(name)
     owners: dict[str, set[Path]] = {}
     for file, tree in found.items():

@@ -12,7 +12,7 @@ def folders(root: Path, pattern: str) -> set[str]:
 
 
 def modules() -> dict[str, set[str]]:
-    """For each name of a module, without a leading underscore, the folders that have one; "" is the top."""
+    """Map each module name, without leading underscores, to the folders that have it; "" is the top."""
     found: dict[str, set[str]] = {}
     for path in SOURCES.rglob("*.py"):
         inside = path.relative_to(SOURCES).parts
@@ -20,11 +20,11 @@ def modules() -> dict[str, set[str]]:
     return found
 
 
-def test_every_folder_has_tests_and_every_folder_of_tests_has_sources() -> None:
+def test_folders_of_tests_mirror_sources() -> None:
     assert folders(SOURCES, "*.py") == folders(TESTS, "test_*.py")
 
 
-def test_a_file_of_tests_is_where_the_module_of_its_name_is() -> None:
+def test_files_of_tests_mirror_modules() -> None:
     known = modules()
     lost = []
     for path in TESTS.rglob("test_*.py"):

@@ -1,4 +1,4 @@
-"""Every page of the documentation runs as it is printed, from top to bottom.
+"""Every page of the documentation runs as printed, from top to bottom.
 
 The pages about frameworks run with the tests of the frameworks.
 """

@@ -1,4 +1,4 @@
-"""What reference pages list is what the code has."""
+"""Lists in reference pages match the code."""
 
 import ast
 import re
@@ -22,7 +22,7 @@ def texts_in_sources() -> Iterator[str]:
 
 
 def variables_read() -> set[str]:
-    """Names of our own, however they are read, and whatever is read from the environment by a name in place."""
+    """Return the names of our environment variables, and of others that are read by a literal name."""
     direct = re.compile(r"environ(?:\.get\(|\[)\"(\w+)\"|getenv\(\"(\w+)\"")
     files = (ROOT / "packages").glob("*/src/**/*.py")
     named = {
@@ -36,7 +36,7 @@ def test_the_environment_variables_are_those_that_are_read() -> None:
     assert set(re.findall(r"^\| `(\w+)` \|", for_users, re.MULTILINE)) == variables_read()
 
 
-def test_properties_try_as_many_examples_as_the_page_says() -> None:
+def test_number_of_examples_matches_page() -> None:
     (fixed,) = re.findall(r"\*\*same (\d+) examples\*\*", page("testing"))
     assert settings.get_profile("fixed").max_examples == int(fixed)
 

@@ -1,4 +1,4 @@
-"""What holds the five packages together, whichever of them changes."""
+"""Consistency of the five packages."""
 
 import ast
 import importlib
@@ -33,13 +33,13 @@ def project(package: str) -> dict:
 
 
 @each_package
-def test_the_short_form_of_standalone_runs_a_file_that_is_there(package: str) -> None:
+def test_short_standalone_session_names_existing_file(package: str) -> None:
     found = re.search(r"^SHORT = (\{.*?^\})", (ROOT / "noxfile.py").read_text(), re.MULTILINE | re.DOTALL)
     assert (ROOT / f"packages/{package}/tests/test_{ast.literal_eval(found[1])[package]}.py").is_file()
 
 
 def public_modules(package: ModuleType) -> list[str]:
-    """Submodules that anybody may use: those that say what they offer."""
+    """Return the public submodules, which define ``__all__``."""
     names = [module.name for module in pkgutil.iter_modules(package.__path__) if not module.name.startswith("_")]
     return [name for name in names if hasattr(importlib.import_module(f"{package.__name__}.{name}"), "__all__")]
 
@@ -47,7 +47,7 @@ def public_modules(package: ModuleType) -> list[str]:
 def tracked_files() -> list[Path]:
     listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
     if listing.returncode != 0:
-        pytest.skip("not a git checkout: cannot tell which files belong to the repository")
+        pytest.skip("not a git checkout, so the tracked files are unknown")
     return [file for name in listing.stdout.split("\0") if name and (file := ROOT / name).is_file()]
 
 
@@ -88,7 +88,7 @@ def test_types_are_shipped(package: str) -> None:
 
 
 @each_package
-def test_the_installed_version_is_the_one_in_the_sources(package: str) -> None:
+def test_installed_version_matches_sources(package: str) -> None:
     try:
         installed = importlib.metadata.version(DISTRIBUTIONS[package])
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""The timelines on the page about schedules are those of the schedules."""
+"""The timelines on the page about schedules match the schedules."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What ``nox -s search`` asks of pytest: how many examples, for how long, and how to repeat a failure."""
+"""The pytest options of ``nox -s search``: number of examples, time limit, and reproducing a failure."""
 
 import re
 import shlex
@@ -54,7 +54,7 @@ def _search(folder: Path, *arguments: str) -> str:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stdout
 
 
-def test_each_property_has_its_examples_and_other_tests_do_not_run(folder: Path) -> None:
+def test_search_runs_only_properties(folder: Path) -> None:
     output = _search(folder, "--examples=300", "--hypothesis-seed=1", "-k", "not fails")
     assert re.search(r" 300  test_numbers.py::test_holds", output), output
     assert re.search(r" 150  test_numbers.py::TestHalf::test_half", output), output

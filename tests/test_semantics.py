@@ -1,4 +1,4 @@
-"""The table of what works, what is refused and what differs says what tests say."""
+"""The table of behavior in docs/semantics.md agrees with the tests it cites."""
 
 import re
 from functools import cache

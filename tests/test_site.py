@@ -37,7 +37,7 @@ def site(folder: Path, page: str) -> Path:
 
 @pytest.fixture(scope="module")
 def complaints(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What building a page with all lost links says, with the settings of the documentation."""
+    """Return the warnings of a build of a page with all kinds of broken links, with the site's settings."""
     pytest.importorskip("myst_parser", reason="no site: Sphinx is not installed")
     folder = site(tmp_path_factory.mktemp("site"), "\n\n".join([FOUND, *LOST.values()]))
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", str(ROOT / "docs")]
@@ -53,7 +53,7 @@ def test_what_is_lost_fails_the_build(complaints: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_pages_that_a_readme_names_are_links_on_its_page(package: str) -> None:
+def test_pages_named_in_readme_become_links(package: str) -> None:
     page = ROOT / "docs" / "_build" / "html" / "packages" / f"{package}.html"
     if not page.exists():
         pytest.skip("the site is not built: nox -s docs")

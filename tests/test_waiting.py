@@ -1,4 +1,4 @@
-"""Every thread, lock and queue of the packages is made by ``streams.waiting``, so that tests can decide who runs."""
+"""The packages create every thread, lock and queue by ``streams.waiting``, so that tests can control scheduling."""
 
 import ast
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ SOURCES = {str(path.relative_to(ROOT)): path for path in sorted(ROOT.glob("packa
 DOOR = "packages/streams/src/streams/_waiting.py"
 MODULES = {"threading", "_thread", "queue", "concurrent", "asyncio", "multiprocessing", "sched", "selectors", "socket"}
 HARMLESS = {"local", "current_thread", "get_ident", "Empty"}
-"""Nothing waits for these."""
+"""Names that never wait."""
 
 EXCEPTIONS = {
     "packages/streams/src/streams/_exit.py": ({"time"}, "the exit of the interpreter has a deadline in real seconds"),
@@ -23,7 +23,7 @@ EXCEPTIONS = {
         "waits for other processes, which no scheduler of threads controls",
     ),
 }
-"""The only other ways to wait, with the reason."""
+"""The only exceptions, with the reason."""
 
 
 @lru_cache(1)
@@ -48,7 +48,7 @@ def allowed(path: str) -> set[str]:
 
 
 def other_waits(path: str, tree: ast.AST) -> list[str]:
-    """The ways to wait in a file, except those of ``streams.waiting``."""
+    """Return uses of waiting functions in a file that bypass ``streams.waiting``."""
     found = [f"{module}.{name}" for module in MODULES - allowed(path) for name in attributes(module, tree)]
     found += [f"time.{name}" for name in attributes("time", tree) if name == "sleep" and "time" not in allowed(path)]
     # ``from streams._waiting import Lock`` would be bound before a test replaces it.

@@ -1,4 +1,4 @@
-"""What tests of pages share: where the browser is, and where things are on its screen."""
+"""Helpers of the page tests: the browser, and positions of elements on the screen."""
 
 import shutil
 from typing import Any

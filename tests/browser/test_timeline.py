@@ -1,4 +1,4 @@
-"""Timelines as a reader sees them, in a real browser: what fits, and what stands out.
+"""Timelines rendered in a real browser: layout and contrast.
 
 Needs playwright and an installed Chromium; skipped without.
 """

@@ -1,6 +1,6 @@
-"""Every class of transformers that computes a loss of words, made small: the table of docs/models-tried.md.
+"""Every class of transformers with a loss over words, in small: the table of docs/models-tried.md.
 
-python -m tests.frameworks.every_class                            # writes it anew: a quarter of an hour
+python -m tests.frameworks.every_class                            # rewrites it: a quarter of an hour
 python -m tests.frameworks.every_class LlamaForCausalLM BertForMaskedLM   # these classes only
 """
 
@@ -58,15 +58,15 @@ def classes() -> dict[str, tuple[str, str]]:
 
 
 class NotMadeError(Exception):
-    """The settings do not make the class small, or the model fails by itself on the batch, or is not finite."""
+    """The settings do not make the class small, or the plain model fails on the batch or is not finite."""
 
 
 def outcome(name: str) -> str:
-    """ "equal", or what refuses the class and why.
+    """Return "equal", or the error that rejects the class.
 
     Raises:
         NotMadeError: there is nothing to compare.
-        AssertionError: the pipe computes something else than the model.
+        AssertionError: the pipe's results differ from the model's.
     """
     task = classes()[name][1]
     inputs = batch(task)
@@ -111,7 +111,7 @@ def outcome(name: str) -> str:
 
 
 def expect_trained_alike(pipe: GPipe, plain: nn.Module, inputs: dict[str, Tensor]) -> None:
-    """The losses of three steps of AdamW are equal, and go on from each other."""
+    """Check that three consecutive steps of AdamW have equal losses."""
     own, other = (torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (pipe, plain))
     for _ in range(3):
         own.zero_grad()
@@ -151,7 +151,7 @@ def small(kind: Any, task: str) -> nn.Module:
 
 
 def batch(task: str) -> dict[str, Tensor]:
-    """Rows of several lengths, of which the later ones have few labels."""
+    """Return rows of different lengths, the later ones with few labels."""
     torch.manual_seed(3)
     tokens = torch.randint(3, WORDS, (ROWS, LENGTH))
     ends = LENGTH - torch.arange(ROWS)[:, None]
@@ -188,7 +188,7 @@ def measured(name: str) -> str:
 
 
 def told() -> dict[str, str]:
-    """What the page says of each class."""
+    """Return the outcomes listed in the page, by class."""
     equal, refused, others = PAGE.read_text().split("\n## ")[1:]
     return {
         **dict.fromkeys(re.findall(r"`(\w+)`", equal), "equal"),
@@ -198,7 +198,7 @@ def told() -> dict[str, str]:
 
 
 def write(found: dict[str, str]) -> None:
-    """Write the figures and tables of the page anew from the outcome of each class."""
+    """Update the figures and tables of the page with the outcome of each class."""
     equal: dict[str, list[str]] = {}
     for name in sorted(found):
         if found[name] == "equal":

@@ -58,15 +58,15 @@ def sounds(rows: int) -> dict[str, Tensor]:
 
 
 class Family(NamedTuple):
-    """How to make a model, and what it takes.
+    """A model configuration, and a function that creates its inputs.
 
     Attributes:
         model: its name in ``transformers``.
-        settings: of the configuration.
+        settings: keyword arguments of the configuration.
         inputs: makes a batch.
         dropout: names of settings that are probabilities of dropout.
         tolerance: relative, of gradients in float64; some families compute parts in float32.
-        by_micro_batch: whether the model looks at a batch as a whole, as batch norm does.
+        by_micro_batch: whether the model depends on the full batch, like batch norm.
     """
 
     model: str

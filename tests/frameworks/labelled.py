@@ -14,7 +14,7 @@ Batch = dict[str, Any]
 
 
 def words(inputs: Batch, padded: bool) -> Batch:
-    """A label for each token; of a padded batch ever fewer count, and none at all of one row."""
+    """Return one label per token. In a padded batch later rows have fewer labels, and one row has none."""
     found = inputs.get("decoder_input_ids", inputs.get("input_ids")).clone()
     for k, row in enumerate(found if padded else ()):
         row[1 + 3 * k % 7 :] = -100
@@ -67,7 +67,7 @@ def characters(inputs: Batch, padded: bool) -> Batch:
 
 
 def pairs(inputs: Batch, padded: bool) -> Batch:
-    """Nothing: each text is compared with each picture."""
+    """Return only a flag: each text is compared with each picture."""
     return {"return_loss": True}
 
 
@@ -76,7 +76,7 @@ def bert(task: str, **settings: Any) -> Family:
 
 
 def balanced(family: Family) -> Family:
-    """With a loss of experts that are used unevenly, by what the routers of all tokens return."""
+    """Enable the load-balancing loss, computed from the router outputs of all tokens."""
     return family._replace(settings={**family.settings, "output_router_logits": True, "router_aux_loss_coef": 0.5})
 
 

@@ -1,7 +1,7 @@
 """Tell whether a framework really computes in a pipe: which thread calls each block, how often, with how many rows.
 
-Losses alone cannot tell. A framework that calls the modules of the model past the pipe gets the same numbers, but each
-block then computes once, with all rows, on the framework's own thread.
+Losses alone are not enough. A framework that bypasses the pipe gets the same numbers, but each block then runs once, on
+the full batch, on the framework's own thread.
 """
 
 import sys
@@ -18,7 +18,7 @@ from gpipe import GPipe, record
 from microbatch import flatten
 
 FORWARDS, WORKERS = "gpipe forward", "worker of"
-"""The beginnings of the names of threads: those of the forwards of a model, and those of the stages."""
+"""Prefixes of thread names: forwards of a model, and stages."""
 
 
 class Called(NamedTuple):
@@ -27,7 +27,7 @@ class Called(NamedTuple):
     Attributes:
         thread: the name of the thread that computes it.
         rows: the number of rows of its first tensor.
-        generates: whether it belongs to ``pipe.generate()``, where stages take turns with all rows.
+        generates: whether it is part of ``pipe.generate()``, in which stages take turns on the full batch.
     """
 
     block: int
@@ -68,7 +68,7 @@ def pipelined(pipe: nn.Module, rows: int, *, microbatches: int = 2, each: int = 
 
 def _expect_in_threads(calls: list[Called]) -> None:
     elsewhere = {call for call in calls if not call.generates and not call.thread.startswith((FORWARDS, WORKERS))}
-    assert not elsewhere, f"blocks computed outside of the pipe: {sorted(elsewhere)}"
+    assert not elsewhere, f"blocks computed outside the pipe: {sorted(elsewhere)}"
 
 
 def _blocks_of(pipe: GPipe) -> list[range]:

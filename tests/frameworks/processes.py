@@ -21,7 +21,7 @@ def network() -> nn.Sequential:
 
 
 def piped(balance: list[int] | None, **options: Any) -> nn.Module:
-    """The network in a pipe; by itself without a balance."""
+    """Return the network in a pipe, or the plain network without a balance."""
     if balance is None:
         return network()
     return GPipe(network(), balance, devices=["cpu"] * len(balance), chunks=3, **options)

@@ -1,6 +1,6 @@
-"""The table of families in docs/models.md, as it is measured.
+"""Measures the table of families in docs/models.md.
 
-python -m tests.frameworks.table               # writes it anew
+python -m tests.frameworks.table               # rewrites it
 python -m tests.frameworks.table GPT-2 Llama   # these lines only
 """
 
@@ -37,12 +37,12 @@ def row(name: str) -> str:
 
 
 def reason(refusal: ValueError) -> str:
-    """The first words of what the error says, which name the cause."""
+    """Return the beginning of the error message, which names the cause."""
     return str(refusal).partition(";")[0]
 
 
 class Measured:
-    """What a family does in a pipeline of three stages, beside the model by itself."""
+    """Results of a family in a pipeline of three stages, compared with the plain model."""
 
     def __init__(self, family: Family) -> None:
         self.family = family
@@ -65,14 +65,14 @@ class Measured:
         return trained(self.model, self.family, schedule, checkpoint)
 
     def likeness(self, found: Gradients, expected: Gradients) -> str:
-        """In words, how far gradients are from those expected."""
+        """Describe the difference between gradients and expected gradients."""
         tolerance, off = self.family.tolerance, distance(found, expected)
         if off > tolerance:
             return f"off by {off:.0e}"
         return "equal" if tolerance == 1e-9 else f"within {tolerance:.0e}".replace("e-0", "e-")
 
     def dropout(self, without: Gradients) -> str:
-        """Whether recomputations repeat masks; a dash if nothing is drawn."""
+        """Return whether recomputation repeats dropout masks; a dash if the model has no dropout."""
         set_dropout(self.model, 0.3)
         found = []
         for checkpoint in ("never", "always"):
@@ -92,7 +92,7 @@ class Measured:
         return self.likeness(trained(model, self.family), alone(plain, self.family))
 
     def frozen(self) -> str:
-        """With the first half of the parameters frozen."""
+        """Train with the first half of the parameters frozen."""
         for model in (self.model, self.plain):
             parameters = list(model.parameters())
             for parameter in parameters[: len(parameters) // 2]:
@@ -100,7 +100,7 @@ class Measured:
         return self.likeness(self.trained(), alone(self.plain, self.family))
 
     def names(self) -> str:
-        """Whether everything has the model's names in the model's order, and state dicts load."""
+        """Return whether parameter names and their order match the model's, and state dicts load."""
         pipe = piped(self.model)
         if names(pipe) != names(self.plain):
             return "others"
@@ -149,7 +149,7 @@ def trained(model: nn.Module, family: Family, schedule: str = "1f1b", checkpoint
 
 
 def alone(model: nn.Module, family: Family) -> Gradients:
-    """The gradients that the model has by itself, on the batch, or on micro-batches where it looks at batches."""
+    """Return the plain model's gradients; on micro-batches if the model depends on the full batch."""
     model.zero_grad()
     inputs = family.inputs(ROWS)
     count = CHUNKS if family.by_micro_batch else 1
@@ -160,7 +160,7 @@ def alone(model: nn.Module, family: Family) -> Gradients:
 
 
 def result(output: dict[str, Tensor]) -> Tensor:
-    """The logits, the hidden state, or what comes first."""
+    """Return the logits, the hidden state, or the first output."""
     found = next((name for name in ("logits", "last_hidden_state") if name in output), None)
     return output[found] if found else next(iter(output.values()))
 

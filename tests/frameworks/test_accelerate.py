@@ -24,7 +24,7 @@ def _fresh() -> Iterator[None]:
 
 
 def _fresh_state() -> None:
-    """All accelerators of a process share one."""
+    """Reset the state shared by all accelerators of a process."""
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerate.state.GradientState._reset_state()
 
@@ -89,7 +89,7 @@ def test_mixed_precision() -> None:
 
 
 def parallel() -> None:
-    """One of two processes, with rows of its own."""
+    """Run one of two processes, with its own rows."""
     torch.set_num_threads(1)
     accelerator = accelerate.Accelerator(cpu=True)
     model = network()

@@ -32,7 +32,7 @@ def test_as_keywords(both: tuple[nn.Module, GPipe]) -> None:
         pipe.step(**batch(), los_fn=3)
 
 
-def test_a_tuple_instead_of_names_is_returned_as_by_the_model(both: tuple[nn.Module, GPipe]) -> None:
+def test_return_dict_false_returns_tuple(both: tuple[nn.Module, GPipe]) -> None:
     plain, pipe = both
     found, expected = pipe(**batch(), return_dict=False), plain(**batch(), return_dict=False, use_cache=False)
     assert type(found) is tuple

@@ -43,7 +43,6 @@ def _float8() -> nn.Module:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("make", [_lily, _float8])
 def test_step_names_layers_that_mix_rows(make: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture) -> None:
-    """As those libraries make them."""
     batch = FAMILIES["Llama"].inputs(4)
     with closing(GPipe(make(), devices=["cpu"] * 2, chunks=2)) as pipe, caplog.at_level("WARNING", "gpipe"):
         pipe.step(**batch, labels=batch["input_ids"])

@@ -1,4 +1,4 @@
-"""Losses that models of transformers divide by ``num_items_in_batch`` are those of micro-batches, under 1F1B."""
+"""Losses divided by ``num_items_in_batch``, as in transformers, are computed per micro-batch under 1F1B."""
 
 from contextlib import closing
 from typing import Any

@@ -85,7 +85,7 @@ def test_a_detector_computes_what_the_plain_model_does(name: str, counts: list[i
         expect_outputs(pipe(**batch), expected, 1e-4)
 
 
-def test_as_many_boxes_in_each_picture_as_pictures_are_asked_for() -> None:
+def test_ambiguous_list_of_boxes_needs_entries() -> None:
     model = ready("YOLOS")
     batch = {"pixel_values": torch.randn(2, 3, 64, 64), "labels": labels([2, 2])}
     with closing(GPipe(model, devices=["cpu"] * 2, chunks=2)) as pipe:

@@ -1,4 +1,4 @@
-"""The page of classes of transformers says what comes of them: equal to the plain model, or refused."""
+"""The page of transformers classes is correct: equal to the plain model, or unsupported."""
 
 import pytest
 
@@ -12,5 +12,5 @@ EVERY = [*told()]
     "name", [pytest.param(name, marks=[pytest.mark.long] if k % 40 else []) for k, name in enumerate(EVERY)]
 )
 def test_a_class_does_what_the_page_says(name: str) -> None:
-    """If not, `python -m tests.frameworks.every_class` with the names of some classes writes the page anew."""
+    """To update the page, run `python -m tests.frameworks.every_class` with the names of the classes."""
     assert measured(name) == told()[name]

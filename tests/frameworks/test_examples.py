@@ -20,9 +20,7 @@ TINY = ["--batch", "6", "--chunks", "3", "--length", "16", "--width", "32", "--l
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 
-def test_the_loss_falls_and_survives_another_number_of_stages(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_loss_falls_and_resumes_with_different_stages(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = tmp_path / "step.svg"
     finetune.main([*TINY, "--steps", "24", "--timeline", str(picture)])
     told = capsys.readouterr().out
@@ -33,7 +31,7 @@ def test_the_loss_falls_and_survives_another_number_of_stages(
     assert picture.read_text().startswith("<svg")
 
 
-def test_a_model_trains_alike_plain_in_one_process_and_in_two() -> None:
+def test_training_is_equal_plain_and_distributed() -> None:
     path, options = ROOT / "examples" / "train_distributed.py", [*TINY, "--steps", "5"]
     plain, pipe = (example(path.stem).main([*options, *more]) for more in (["--plain"], []))
     told = subprocess.run(
@@ -48,7 +46,7 @@ def test_a_model_trains_alike_plain_in_one_process_and_in_two() -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 32])
-def test_adapters_train_alike_in_a_pipeline_and_in_turns(
+def test_adapters_train_equally_pipelined_and_sequential(
     bits: int, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("peft", reason="the example needs peft")

@@ -40,7 +40,7 @@ class Fused(Function):
 def fused_forward(
     self: Any, input_ids: Any = None, labels: Any = None, num_items_in_batch: Any = None, **inputs: Any
 ) -> Any:
-    """A forward of a language model that computes no logits in training, as those of Liger."""
+    """A language model's forward that computes no logits in training, like Liger's."""
     hidden = self.model(input_ids=input_ids, **inputs)[0]
     if labels is None or not self.training:
         logits = self.lm_head(hidden)
@@ -117,7 +117,7 @@ def test_losses_are_those_of_the_plain_model(tied: bool, when: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_steps_begin_backwards_early_if_it_was_applied_before(tied: bool) -> None:
+def test_steps_interleave_backwards_if_applied_before(tied: bool) -> None:
     plain, model = llama(tied=tied), llama(tied=tied)
     apply_to(model)
     plain(**batch()).loss.backward()

@@ -30,7 +30,7 @@ def piped(model: nn.Module) -> GPipe:
 
 
 def same(model: Any, other: Any, seed: int = 3, **given: Any) -> Any:
-    """What both generate: the tokens, with the scores of each."""
+    """Check that both generate the same tokens and scores, and return them."""
     found = []
     for each in (model, other):
         torch.manual_seed(seed)
@@ -42,7 +42,7 @@ def same(model: Any, other: Any, seed: int = 3, **given: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["Llama", "GPT-2", "Mamba", "T5", "BART"])
 def test_tokens_are_those_of_the_trained_model(name: str) -> None:
-    """In evaluation, and in training with dropout; with padding on either side."""
+    """Tokens are compared in evaluation and in training with dropout, with padding on either side."""
     model: Any = EVERY[name].make(dropout=0.3)
     pipe = piped(model)
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -107,4 +107,4 @@ def test_a_pipeline_of_text_and_streamers() -> None:
         pieces.append(list(streamer))
         writer.join(60)
     assert pieces[0] == pieces[1]
-    assert len(pieces[0]) > 5  # the prompt, and each word by itself
+    assert len(pieces[0]) > 5  # the prompt, then one piece per word

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_the_random_attention_of_big_bird_is_that_of_the_plain_model(checkpoint: str) -> None:
+def test_random_attention_of_big_bird_matches(checkpoint: str) -> None:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4}
     config = transformers.BigBirdConfig(

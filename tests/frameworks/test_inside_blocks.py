@@ -1,4 +1,4 @@
-"""What models collect while their blocks run: hidden states, attentions, the logits of routers and their balance."""
+"""Outputs collected inside blocks: hidden states, attentions, router logits and their balancing loss."""
 
 import copy
 from typing import Any
@@ -35,16 +35,14 @@ def piped(model: nn.Module, **options: Any) -> GPipe:
 
 
 def total(output: Any) -> Tensor:
-    """A loss of the model's own, and of everything else that it returns."""
+    """Add to the model's loss one of everything else that it returns."""
     others = [each for each in _pytree.tree_leaves({**output}) if isinstance(each, Tensor) and each.requires_grad]
     return sum((each.square().mean() for each in others), output["loss"])  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize(("name", "flag"), [*ROUTERS, *OTHERS])
-def test_the_output_with_the_loss_of_all_rows_and_the_gradients_are_the_model_s(
-    name: str, flag: str, checkpoint: str
-) -> None:
+def test_output_loss_and_gradients_match_plain_model(name: str, flag: str, checkpoint: str) -> None:
     by_argument = checkpoint == "never"
     model = made(name) if by_argument else made(name, **{flag: True})
     batch = {**batch_of(name), **({flag: True} if by_argument else {})}
@@ -62,8 +60,8 @@ def test_the_output_with_the_loss_of_all_rows_and_the_gradients_are_the_model_s(
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("coefficient", [0.3, 1e-6])
 @pytest.mark.parametrize("name", [name for name, _ in ROUTERS])
-def test_a_balancing_loss_however_small_is_computed_once(name: str, coefficient: float, checkpoint: str) -> None:
-    """It is a product of means over all tokens, which those of micro-batches do not add up to."""
+def test_small_balancing_loss_is_computed_once(name: str, coefficient: float, checkpoint: str) -> None:
+    """It is a product of means over all tokens, so losses of micro-batches do not add up to it."""
     batch = batch_of(name)
     plain = made(name, output_router_logits=True)
     plain.router_aux_loss_coef = coefficient  # type: ignore[assignment]
@@ -80,8 +78,8 @@ def test_a_balancing_loss_however_small_is_computed_once(name: str, coefficient:
 
 @pytest.mark.parametrize("labelled", [True, False], ids=["labels", "logits"])
 @pytest.mark.parametrize(("name", "flag"), FLAGS)
-def test_a_model_may_be_asked_for_more_later(name: str, flag: str, labelled: bool) -> None:
-    """By an argument, or in its configuration."""
+def test_outputs_can_be_requested_later(name: str, flag: str, labelled: bool) -> None:
+    """Outputs are requested by an argument, or in the configuration."""
     batch, model = batch_of(name, labelled=labelled), made(name)
     plain, pipe = copy.deepcopy(model), piped(model)
 
@@ -99,7 +97,7 @@ def test_a_model_may_be_asked_for_more_later(name: str, flag: str, labelled: boo
     expect_same(**{flag: False})
 
 
-def test_a_part_of_the_model_may_ask_by_a_configuration_of_its_own() -> None:
+def test_sub_config_can_request_outputs() -> None:
     model, batch = made("T5"), batch_of("T5")
     plain, pipe = copy.deepcopy(model), piped(model)
     for each in (model, plain):

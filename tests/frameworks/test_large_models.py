@@ -1,4 +1,4 @@
-"""Models of Hugging Face's transformers that are built without data: what ``GPipe(init=...)`` makes of them."""
+"""Hugging Face models on the meta device, materialized by ``GPipe(init=...)``."""
 
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,12 @@ from gpipe import GPipe
 from .families import FAMILIES, ROWS
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*torch_dtype:UserWarning")]
-# Torch knows what its grouped products give on meta in bfloat16 only.
+# On meta, torch implements grouped products for bfloat16 only.
 HALF = ("Mixtral",)
 
 
 def pair(name: str, **settings: Any) -> tuple[nn.Module, nn.Module]:
-    """A model without data, and one with."""
+    """Return the model on meta, and a real one."""
     family = FAMILIES[name]
     family = family._replace(dtype=torch.bfloat16 if name in HALF else family.dtype)
     with torch.device("meta"):

@@ -43,7 +43,7 @@ class Automatic(lightning.LightningModule):
 
 
 class Manual(Automatic):
-    """With a pipe, ``step`` computes forward and backward."""
+    """Manual optimization: the pipe's ``step`` runs forward and backward."""
 
     automatic_optimization = False
 

@@ -38,7 +38,7 @@ def test_a_family_computes_what_the_plain_model_does(name: str) -> None:
 
 
 @pytest.mark.parametrize("labelled", some(BATCHES, 6), ids=" ".join)
-def test_a_loss_of_the_model_s_own_is_that_of_all_rows(labelled: tuple[str, str]) -> None:
+def test_model_loss_matches_full_batch(labelled: tuple[str, str]) -> None:
     name, kind = labelled
     family, _ = CASES[name]
     inputs = Arguments((), batch_of(name, ROWS + 1, kind))
@@ -56,7 +56,7 @@ def test_a_class_computes_what_the_plain_model_does(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "Llama", "BERT masked words", "T5"])
-def test_adapters_of_peft_compute_what_the_plain_model_does(name: str) -> None:
+def test_peft_adapters_match_plain_model(name: str) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed; see nox -s frameworks")
     family, _ = CASES[name]
     lora = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)

@@ -68,7 +68,7 @@ def test_before(checkpoint: str, expected: nn.Module) -> None:
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("schedule", ["fill_drain", "1f1b"])
 def test_of_parameters(checkpoint: str, schedule: str) -> None:
-    """Each forward of a layer sets a parametrization, inside of ``parametrize.cached()``, and removes it."""
+    """Each forward of a layer sets a parametrization, inside ``parametrize.cached()``, and removes it."""
     names = ["self_attn.q_proj.weight", "mlp.up_proj.weight"]
     config = peft.LoraConfig(r=2, target_modules=[], target_parameters=names, init_lora_weights=False)
 
@@ -90,7 +90,7 @@ def test_of_parameters(checkpoint: str, schedule: str) -> None:
 
 @pytest.mark.parametrize("runs", [0, 1])
 def test_afterwards(runs: int, expected: nn.Module) -> None:
-    """Adapters go into modules inside of layers, which the pipe and the model have in common."""
+    """Adapters are added to modules inside layers, which the pipe and the model share."""
     model = FAMILIES["Llama"].make()
     pipe = pipe_of(model)
     for _ in range(runs):

@@ -70,7 +70,7 @@ def made(name: str) -> nn.Module:
 
 
 def batch(name: str, pictures: list[int]) -> dict[str, Tensor]:
-    """Rows with so many pictures each; the first is padded."""
+    """Return one row per entry of ``pictures``, with that number of pictures; the first is padded."""
     rows, total, tokens = len(pictures), sum(pictures), KINDS[name][2]
     generator = torch.Generator().manual_seed(rows)
     ids = torch.randint(6, 60, (rows, 40), generator=generator)
@@ -96,7 +96,7 @@ def batch(name: str, pictures: list[int]) -> dict[str, Tensor]:
 
 
 def rules(name: str) -> dict[str, Split] | None:
-    """How many rows of an input each text has, from its tokens; None where each has one."""
+    """Return rules that split picture inputs by the tokens of each text; None if each text has one picture."""
     if name in ("Idefics3", "SmolVLM"):
         return None
     tokens = KINDS[name][2]
@@ -108,7 +108,7 @@ def rules(name: str) -> dict[str, Split] | None:
 
 
 def measured(pipe: GPipe, model: nn.Module, given: dict[str, Tensor]) -> str:
-    """What comes of a batch; never another loss or gradient."""
+    """Return the outcome of a batch, after checking that loss and gradients are never wrong."""
     plain = copy.deepcopy(model)
     expected = plain(**given).loss
     expected.backward()
@@ -137,8 +137,8 @@ def rows() -> dict[str, list[str]]:
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("name", KINDS)
-def test_a_batch_of_pictures_and_words_is_as_the_page_says(name: str) -> None:
-    """With as many pictures in each micro-batch, with other numbers, said or not, and without any in one of them."""
+def test_multimodal_batch_matches_page(name: str) -> None:
+    """Batches have equal numbers of pictures per micro-batch, different ones with and without rules, or none in one."""
     model = made(name)
     pipe = GPipe(model, devices=["cpu"] * 2, chunks=3, checkpoint="never")
     found = [measured(pipe, model, batch(name, pictures)) for pictures in ([2, 1, 1, 2, 1, 2], OTHERS)]

@@ -1,4 +1,4 @@
-"""Plans of quantized models without weights, checked by hand arithmetic."""
+"""Plans of quantized models without weights, compared with explicit arithmetic."""
 
 from typing import Any
 
@@ -80,7 +80,7 @@ def checked(found: gpipe.Plan, size: str, layers: int) -> None:
 OPTIONS: dict[str, Any] = {"reduction": "mean", "optimizer": "paged_adamw_8bit"}
 
 
-def test_two_blocks_of_llama_8b_on_devices_that_differ() -> None:
+def test_llama_8b_blocks_on_unequal_devices() -> None:
     model = qlora("8B", layers=2)
     names = [name for name, _ in model.named_parameters()]
     found = gpipe.plan(model, batch(4, 64), ["6GB", "3GB"], chunks=[2], **OPTIONS)
@@ -108,7 +108,7 @@ def test_llama_70b_on_four_times_24_gb() -> None:
 
 
 @given(st.integers(1, 8), st.integers(1, 8), st.sampled_from(["fp4", "nf4"]), st.booleans(), st.booleans())
-def test_a_replacement_has_the_bytes_of_the_packed_layer(
+def test_replacement_has_bytes_of_packed_layer(
     rows: int, columns: int, kind: str, compressed: bool, biased: bool
 ) -> None:
     sizes, options = (64 * columns, 16 * rows), {"quant_type": kind, "compress_statistics": compressed}
@@ -148,7 +148,7 @@ def test_optimizers_of_bitsandbytes() -> None:
         assert found == kept
 
 
-def test_blocks_that_could_recompute_are_named_if_nothing_fits() -> None:
+def test_infeasible_plan_names_blocks_that_could_recompute() -> None:
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_hidden_layers=4, use_cache=False
     )

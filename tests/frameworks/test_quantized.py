@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def made(kind: str, folder: Path) -> tuple[Any, nn.Module]:
-    """A model with adapters, and its pipe, which is around the adapters or inside of them."""
+    """Return a model with adapters, and a pipe, which is around the adapters or inside them."""
     torch.manual_seed(1)
     base = peft.prepare_model_for_kbit_training(in_4_bits(folder), use_gradient_checkpointing=False)
     lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -89,7 +89,7 @@ def in_8_bits(folder: Path) -> Any:
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("load", [in_4_bits, in_8_bits])
 def test_plan_without_devices(load: Callable[[Path], Any], checkpoint: str, folder: Path) -> None:
-    """Packed bytes are counted as they are; what a step holds is what it holds on the CPU, up to a fifth."""
+    """Packed bytes are counted exactly. Bytes of a step are within a fifth of the CPU's."""
     lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     model, batch = peft.get_peft_model(load(folder), lora), {"input_ids": TOKENS[:6], "labels": TOKENS[:6]}
     found = plan(model, batch, "2x24GB", chunks=2, checkpoint=checkpoint, schedule="fill_drain")

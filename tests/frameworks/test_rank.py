@@ -27,8 +27,8 @@ def world() -> Iterator[World]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_model_over_two_processes_is_the_one_in_one(world: World, name: str):
-    """On padded, unpadded and packed batches."""
+def test_two_processes_match_one(world: World, name: str):
+    """Batches are padded, unpadded or packed."""
     world.run(_expect_as_one, name)
 
 
@@ -78,7 +78,7 @@ def _expect_steps_as_one(name: str, rank: Rank, one: GPipe, kinds: list[str]) ->
             optimizer.zero_grad()
 
 
-def test_the_last_process_has_the_whole_output_with_what_blocks_of_others_collect(world: World):
+def test_last_process_returns_complete_output(world: World):
     world.run(_expect_balanced)
 
 
@@ -107,7 +107,7 @@ def _model(name: str) -> Any:
 
 
 def test_what_accelerate_prepares_is_refused(world: World):
-    """The rank, which it would wrap, and the loader, from which each process would read other rows."""
+    """This covers the rank itself, and a loader that would give each process different rows."""
     for text in world.run(_prepared):
         assert "DistributedDataParallel(rank), which accelerator.prepare(rank) also creates, is not supported" in text
         assert "input of rank 0 has other values than that of rank 1" in text

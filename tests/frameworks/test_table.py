@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 @pytest.mark.parametrize("name", EVERY)
 def test_a_family_does_what_the_page_says(name: str) -> None:
-    """If not, `python -m tests.frameworks.table` writes the page anew."""
+    """To update the page, run `python -m tests.frameworks.table`."""
     assert rows(PAGE.read_text())[name] == row(name)
 
 

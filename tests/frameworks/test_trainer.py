@@ -39,7 +39,7 @@ def tensors_of(batch: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def collator(name: str) -> Callable[[list[dict[str, Any]]], dict[str, Any]]:
-    """Adds what is one for all rows, such as ``return_loss=True`` for CLIP."""
+    """Return a collator that adds constants such as ``return_loss=True`` for CLIP."""
     batch = batch_of(name, 1, "unpadded")
     constants = {key: batch[key] for key in batch.keys() - tensors_of(batch).keys()}
     return lambda rows: {**default_data_collator(rows), **constants}
@@ -121,7 +121,7 @@ def tied() -> nn.Module:
 
 @pytest.mark.parametrize("before", ["plain", "pipe"])
 def test_tied_weights(before: str, tmp_path: Path) -> None:
-    """Checkpoints of a pipe are those of the plain model, and either resumes from both."""
+    """Checkpoints of a pipe equal the plain model's, and both can resume from either."""
     model = tied()
     trainer("GPT-2", model if before == "plain" else pipe_of(model), tmp_path).train()
     resumed = tied()
@@ -159,7 +159,7 @@ def test_the_best_model_is_loaded_at_the_end(name: str, tmp_path: Path) -> None:
 
 
 def test_saved_pipe_is_saved_model(tmp_path: Path) -> None:
-    """With its configuration, and tied weights once."""
+    """It includes the configuration, and tied weights are saved once."""
     model = tied()
     trainer("GPT-2", pipe_of(model), tmp_path / "pipe").save_model()
     trainer("GPT-2", model, tmp_path / "plain").save_model()

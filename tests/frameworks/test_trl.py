@@ -120,12 +120,12 @@ def test_fine_tuning(make: Any, packed: bool, tmp_path: Path) -> None:
     "options", [{"packing": True, "max_length": 16}, {"padding_free": True, "max_length": None}], ids=str
 )
 def test_documents_packed_in_one_row(options: dict[str, Any], tmp_path: Path) -> None:
-    """The row is cut between documents, and its cumulative lengths become those of each micro-batch."""
+    """The row is split between documents, with cumulative lengths recomputed per micro-batch."""
     expect_the_same("SFT", llama, tmp_path, texts("text"), options, rows=1, in_spec=Packed())
 
 
-def test_documents_packed_in_one_row_that_is_not_cut(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """There is one micro-batch, if the pipe is told that documents have no row each, and it says that one is."""
+def test_packed_row_is_not_split_with_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The pipe is configured for documents without rows of their own, and warns that there is one micro-batch."""
     options = {"max_length": 16, "packing": True}
     collator = importlib.import_module("trl.trainer.sft_trainer")
     if "cu_seq_lens_q" not in inspect.getsource(collator.DataCollatorForLanguageModeling):  # in releases such as 1.4

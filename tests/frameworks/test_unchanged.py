@@ -1,4 +1,4 @@
-"""A model of Hugging Face remains what it was when a pipe is made of it, and the pipe follows it."""
+"""Wrapping a Hugging Face model in a pipe leaves it unchanged, and the pipe follows later changes of the model."""
 
 import copy
 import json
@@ -54,7 +54,7 @@ def packed(rows: int = 6) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids, "position_ids": positions}
 
 
-def test_rows_of_several_documents_are_computed_as_in_the_model_or_refused() -> None:
+def test_packed_documents_match_model_or_raise() -> None:
     model = FAMILIES["Llama"].make()
     plain = copy.deepcopy(model)
     whole = {**packed(), "position_ids": torch.arange(12).expand(6, -1)}
@@ -72,10 +72,10 @@ def test_rows_of_several_documents_are_computed_as_in_the_model_or_refused() -> 
         with pytest.raises(ValueError, match=r"position_ids.*use_cache=False"):
             method(**packed())
     apart, together = plain(**packed(), use_cache=False).loss, plain(**packed()).loss
-    assert not torch.allclose(apart, together)  # or there would be nothing to refuse
+    assert not torch.allclose(apart, together)  # otherwise the error would be unnecessary
 
 
-def test_a_pipe_follows_what_is_set_on_the_model_later(family: str) -> None:
+def test_pipe_follows_later_settings_of_model(family: str) -> None:
     model = FAMILIES[family].make(dropout=0.5)
     plain = copy.deepcopy(model)
     pipe = piped(model)
@@ -103,7 +103,7 @@ def test_a_pipe_answers_for_its_model(tmp_path: Path) -> None:
     assert [*again.state_dict()] == [*pipe.state_dict()]
 
 
-def test_checkpointing_of_the_model_s_own_goes_on_in_a_pipe() -> None:
+def test_gradient_checkpointing_of_model_works_in_pipe() -> None:
     model = FAMILIES["Llama"].make()
     plain = copy.deepcopy(model)
     pipe = piped(model)
@@ -117,8 +117,8 @@ def test_checkpointing_of_the_model_s_own_goes_on_in_a_pipe() -> None:
 
 
 @pytest.mark.parametrize("family", ["Llama", "GPT-2"])
-def test_noise_on_embeddings_is_repeated_by_a_recomputation_and_ends_with_its_hook(family: str) -> None:
-    """As with ``neftune_noise_alpha`` of a Trainer, which puts a hook on the embeddings of the pipe."""
+def test_recomputation_repeats_embedding_noise(family: str) -> None:
+    """A Trainer with ``neftune_noise_alpha`` installs the hook on the pipe's embeddings."""
     neftune = pytest.importorskip("transformers.integrations.neftune")
     model = FAMILIES[family].make()
     pipe = piped(model)
@@ -157,7 +157,7 @@ CHANGES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_done_to_a_model_later_is_followed(family: str, change: str) -> None:
+def test_pipe_follows_later_changes_of_model(family: str, change: str) -> None:
     model = FAMILIES[family].make()
     plain = copy.deepcopy(model)
     pipe = piped(model)

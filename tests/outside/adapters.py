@@ -58,7 +58,7 @@ class Attended(nn.Module):
 
 
 class Bare(nn.Module):
-    """A layer whose weight is no layer of its own, as of experts."""
+    """A layer that holds its weight directly, like experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,11 +178,11 @@ ADAPTERS = {
 APART = {
     "LoRA of parameters": "torch keeps the weights that it computes for all threads together",
     "LoRA of parameters of layers": "torch keeps the weights that it computes for all threads together",
-    "Lily": "its router looks at all rows together",
-    "OSF": "a copy of it has no hooks on parameters, and so is another model",
+    "Lily": "its router depends on the full batch",
+    "OSF": "a copy of it loses the hooks on parameters, and so computes a different function",
     "PVeRA": "it draws random numbers",
 }
-"""Adapters with which a plain model is not equal to itself, in micro-batches, copied, or in several threads."""
+"""Adapters whose plain model does not equal itself when split, copied, or run in several threads."""
 
 
 def names() -> Iterator[tuple[str, str]]:

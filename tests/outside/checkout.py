@@ -27,25 +27,25 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 VARIABLE = "TRANSFORMERS_REPOSITORY"
 ROWS = 6
 APART = {
-    "AlignVisionModel": "its gradients are nearly zero, as those of the next",
-    "AutoformerForPrediction": "its encoder rounds differently for other rows, which a small element shows",
-    "AutoformerModel": "it rounds differently for other rows: in micro-batches its output is off by 0.3 %",
+    "AlignVisionModel": "its gradients are nearly zero",
+    "AutoformerForPrediction": "the rounding of its encoder depends on the rows, which shows in a small element",
+    "AutoformerModel": "its rounding depends on the rows: in micro-batches its output is off by 0.3 %",
     "DebertaV2ForMultipleChoice": "its gradients are nearly zero",
-    "DeepseekVLHybridForConditionalGeneration": "its output for a row depends on the other rows",
-    "DeepseekVLHybridModel": "its output for a row depends on the other rows",
-    "GraniteSpeechForConditionalGeneration": "its output for a row depends on the other rows",
-    "IBertForMaskedLM": "it rounds by the range of all rows together",
-    "IBertForQuestionAnswering": "it rounds by the range of all rows together",
-    "IBertForTokenClassification": "it rounds by the range of all rows together",
-    "IBertModel": "it rounds by the range of all rows together",
+    "DeepseekVLHybridForConditionalGeneration": "its rows depend on each other",
+    "DeepseekVLHybridModel": "its rows depend on each other",
+    "GraniteSpeechForConditionalGeneration": "its rows depend on each other",
+    "IBertForMaskedLM": "it rounds by the range of the full batch",
+    "IBertForQuestionAnswering": "it rounds by the range of the full batch",
+    "IBertForTokenClassification": "it rounds by the range of the full batch",
+    "IBertModel": "it rounds by the range of the full batch",
     "LevitForImageClassificationWithTeacher": "its gradients are nearly zero",
     "LevitModel": "its gradients are nearly zero",
 }
-"""Classes of which a plain model in micro-batches, or on another processor, is not equal to itself."""
+"""Classes whose plain model does not equal itself in micro-batches, or on a different processor."""
 
 
 def folder() -> Path | None:
-    """The folder of the tests, or None if none is named."""
+    """Return the folder of the tests, or None if it is not set."""
     named = os.environ.get(VARIABLE)
     return Path(named) / "tests" if named else None
 
@@ -62,7 +62,7 @@ def cases(file: str) -> Iterator[tuple[str, Any]]:
     """Yield the name of each class of models that a file tests, with the test case that makes its inputs.
 
     Raises:
-        NotComparableError: the tests are for another version of transformers, or need what is not installed.
+        NotComparableError: the tests require a different version of transformers, or missing packages.
     """
     seen = set()
     for value in vars(_module(file)).values():
@@ -115,13 +115,13 @@ def compared(model: nn.Module, inputs: dict[str, Any]) -> Case:
 
 
 def loss(output: Any) -> Tensor:
-    """One that depends on all rows together."""
+    """Return a loss that mixes rows."""
     first = next(leaf for _, leaf in leaves(output) if leaf.is_floating_point() and leaf.dim() > 1)
     return (first - first.mean(0)).square().sum().sqrt() + first.square().mean()
 
 
 def rows_are_apart(model: nn.Module, inputs: dict[str, Any], whole: Any) -> bool:
-    """Whether losses of micro-batches have the loss of the mini-batch as their mean.
+    """Return whether the mean of the micro-batches' losses equals the mini-batch's loss.
 
     An error is the model's own, which does not take such micro-batches.
     """
@@ -136,7 +136,7 @@ def rows_are_apart(model: nn.Module, inputs: dict[str, Any], whole: Any) -> bool
 
 
 def without_dropout(model: nn.Module) -> None:
-    """Also of layers and inputs, of numbers that modules hand to functions, and of those that they read of settings."""
+    """Disable dropout in layers and inputs, in numbers that modules pass to functions, and in their settings."""
     settings = [getattr(module, "config", None) for module in model.modules()]
     for each in [*model.modules(), *settings]:
         for name, value in list(getattr(each, "__dict__", {}).items()):
@@ -157,10 +157,10 @@ def _name(file: str) -> str:
 
 
 def _module(file: str) -> Any:
-    """The module of tests. Those of transformers import each other as ``tests`` too, so both packages become one.
+    """Import a module of tests. transformers also names its package ``tests``, so both packages are merged.
 
     Raises:
-        NotComparableError: it needs what is not here, such as classes of a later transformers.
+        NotComparableError: it requires something missing, such as classes of a later transformers.
     """
     found = folder()
     if found is not None and str(found) not in tests.__path__:

@@ -33,7 +33,7 @@ HEADS = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 3}
 SEEN = {"encoder_hidden_states": values(5, 16)}
 FLUX_IDS = {"txt_ids": torch.zeros(5, 3), "img_ids": torch.zeros(16, 3)}
 WHOLE = ("txt_ids", "img_ids", "img_shapes")
-"""Inputs that are the same for all rows."""
+"""Inputs without a batch dimension."""
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "UNet2DModel": (
         {**UNET, "attention_head_dim": 4, "down_block_types": ("DownBlock2D", "AttnDownBlock2D")}

@@ -16,7 +16,7 @@ timm = pytest.importorskip("timm", reason="timm is not installed; see nox -s out
 ROWS, CLASSES, MOST = 6, 5, 40_000_000
 SIZES = (64, 96, 128, 224, 256)
 SMALL = {"depth": 3, "embed_dim": 48, "num_heads": 3}
-"""Of transformers, where the model takes them."""
+"""Keyword arguments of transformers, if the model takes them."""
 SIZE_WORDS = ("nano", "pico", "femto", "atto", "xxs", "tiny", "xs", "small", "_s", "18", "b0", "050", "lite")
 _PLAIN = re.compile(r"(test_|_clip|_in21k|_dino|quickgelu|huge|giant|large|gigantic|_384|_512)")
 
@@ -70,7 +70,7 @@ def _made(name: str, settings: dict[str, Any]) -> tuple[nn.Module, Arguments]:
 
 
 def _settle(model: nn.Module, pictures: torch.Tensor) -> None:
-    """Give batch norms the statistics of these pictures; with those of a new model, values of deep ones vanish."""
+    """Set batch norm statistics from these pictures; with initial ones, values of deep models vanish."""
     norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     momenta = [norm.momentum for norm in norms]
     for norm in norms:

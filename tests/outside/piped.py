@@ -8,7 +8,7 @@ Run it in a checkout of transformers, once plain and once with pipes, with this 
 
 In a checkout of PEFT, it is ``PIPES=peft``, and each model with adapters is in a pipe, which ignores ``to("cpu")``.
 
-A model without a list of blocks, or one that a pipe refuses, stays as it is, which the files say.
+A model without a list of blocks, or one that a pipe rejects, is left unchanged, which the output files report.
 """
 
 import functools
@@ -102,7 +102,7 @@ class Same(nn.Module):
 
 
 def _give_blocks(kind: Any) -> None:
-    """The first input goes through two blocks, with a gradient, so that both have a backward."""
+    """Make the first input pass through two blocks, with a gradient, so that both have a backward."""
     init, forward = kind.__init__, kind.forward
 
     @functools.wraps(init)

@@ -1,4 +1,4 @@
-"""Small models with what is hard to divide, as those on which PyTorch tests its own pipelines."""
+"""Small models that are hard to split, similar to PyTorch's own tests of pipelines."""
 
 from collections.abc import Callable
 
@@ -23,7 +23,7 @@ class Perceptron(nn.Module):
 
 
 class Named(nn.Module):
-    """No list: each block is an attribute with a name of its own."""
+    """No list: each block is a separate attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Keywords(Listed):
 
 
 class Skips(Listed):
-    """What each block returned is used again, the last first."""
+    """The output of each block is used again, in reverse order."""
 
     def forward(self, x: Tensor) -> Tensor:
         kept = []
@@ -106,7 +106,7 @@ class Skips(Listed):
 
 
 class Outputs(Listed):
-    """A tuple, one of whose parts has no gradient, and one a gradient of zero."""
+    """The output is a tuple with one part that has no gradient, and one with a gradient of zero."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         states = []
@@ -117,7 +117,7 @@ class Outputs(Listed):
 
 
 class Frozen(Listed):
-    """Some blocks are not trained, the first among them."""
+    """The first block and the third one are frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class InPlace(Listed):
 
 
 class Recurrent(nn.Module):
-    """A cell that is called once for each step of a sequence, with blocks around it."""
+    """A cell called once per step of a sequence, between blocks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ ONE_CALL = r"registers a hook on .* and removes it before it returns"
 
 
 @pytest.mark.parametrize(("name", "model"), [*names()])
-def test_an_adapter_computes_what_it_does_in_the_plain_model(name: str, model: str) -> None:
+def test_adapter_matches_plain_model(name: str, model: str) -> None:
     try:
         found = outcomes(case(name, model))
     except NotComparableError as error:
@@ -32,7 +32,7 @@ def piped(model: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("kind", ["Lora", "Road"])
 def test_an_adapter_for_each_row_is_refused(kind: str) -> None:
-    """PEFT tells it to the layers by hooks for the time of a call."""
+    """PEFT passes it to the layers by hooks that exist during a call."""
     settings = {**LAYERS, **({"group_size": 2} if kind == "Road" else {})}
     model, x = made(Adapter(kind, settings), "dense")
     model.add_adapter("other", model.peft_config["default"])

@@ -1,4 +1,4 @@
-"""Models like those of PyTorch's own tests of pipelines: the numbers of the plain model, whatever way they are used."""
+"""Models like PyTorch's own test models for pipelines match the plain model, however they are used."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Models of transformers as its own tests configure them: the numbers of the plain model, or a refusal in words."""
+"""Models of transformers, configured by its own tests, match the plain model or raise a clear error."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from .checkout import VARIABLE, case, cases, files, folder
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("file", files())
-def test_each_class_computes_what_the_plain_model_does_or_is_refused(file: str) -> None:
+def test_classes_match_plain_model_or_raise(file: str) -> None:
     found = {}
     try:
         for name, test in cases(file):

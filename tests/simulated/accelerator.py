@@ -1,8 +1,8 @@
-"""The simulated accelerator as torch sees it: devices ``simulated:0`` to ``simulated:2``, with streams and events.
+"""The Python side of the simulated accelerator: devices ``simulated:0`` to ``simulated:2``, streams and events.
 
-What is computed there is computed at once, on the CPU, so that results are always right. What is checked is the order:
-each access of each block of memory must be ordered after those that it conflicts with, by waits and events alone. So a
-race shows whenever it could happen, and not only when it does.
+Kernels run immediately, on the CPU, so that results are always right. The simulator checks ordering instead: waits
+and events must order each access to a block of memory after the accesses it conflicts with. So a race is reported
+whenever it is possible, not only when it happens.
 """
 
 import atexit
@@ -40,7 +40,7 @@ def library() -> ModuleType:
 
 
 class Queue(SimpleQueue[Any]):
-    """Between threads. Whoever takes an item knows to be done what whoever put it there had waited for."""
+    """A queue between threads. A receiver inherits the sender's knowledge of completed work."""
 
     def put(self, item: object, block: bool = True, timeout: float | None = None) -> None:
         super().put((library().known(), item))
@@ -52,7 +52,7 @@ class Queue(SimpleQueue[Any]):
 
 
 class Semaphore:
-    """Between threads, too: whoever passes it knows what whoever let it pass had waited for."""
+    """A semaphore between threads. An acquiring thread inherits the releasing thread's knowledge."""
 
     def __init__(self, value: int) -> None:
         assert not value
@@ -71,7 +71,7 @@ def device(k: int | None) -> torch.device:
 
 
 def new_stream(k: int, priority: int = 0) -> torch.Stream:
-    """Another stream of device ``k``, which waits for what the current one has queued."""
+    """Create a stream on device ``k`` that waits for the work queued on the current one."""
     stream = torch.Stream(device=device(k), priority=priority)
     stream.wait_stream(torch.accelerator.current_stream(device(k)))
     return stream
@@ -111,8 +111,8 @@ def used() -> int:
 
 @contextmanager
 def limited(k: int, size: int) -> Iterator[None]:
-    """Inside, device ``k`` has ``size`` bytes beside those in use."""
-    gc.collect()  # so that nothing is freed inside that was garbage before
+    """Limit device ``k`` to ``size`` bytes more than are in use."""
+    gc.collect()  # free garbage first, so that it does not count
     library().limit(k, library().used(k) + size)
     try:
         yield
@@ -121,7 +121,7 @@ def limited(k: int, size: int) -> Iterator[None]:
 
 
 def _module() -> ModuleType:
-    """What torch looks for in ``torch.simulated``."""
+    """Create the module that torch expects as ``torch.simulated``."""
     module = ModuleType(f"torch.{TYPE}")
     for name, value in {
         "is_available": lambda: True,

@@ -1,4 +1,4 @@
-"""Build the simulated device, once for each version of its source and of PyTorch, outside of the repository."""
+"""Builds the simulated device, once per version of its source and of PyTorch, outside the repository."""
 
 import hashlib
 import importlib.util
@@ -18,7 +18,7 @@ FLAGS = ["-O1", "-g0", "-DNDEBUG"]  # as torch is built: its classes differ with
 
 
 def load() -> ModuleType:
-    """The device, built first if nobody has yet; that takes minutes, and a C++ compiler."""
+    """Load the device, and build it first if needed, which takes minutes and a C++ compiler."""
     library = _cache() / f"{NAME}.so"
     if not library.exists():
         _build(library)
@@ -31,12 +31,12 @@ def load() -> ModuleType:
 
 
 def compiler() -> str | None:
-    """The path of the compiler that would be used; None if there is none."""
+    """Return the path of the compiler to use, or None."""
     return shutil.which(os.environ.get("CXX") or "c++")
 
 
 def _cache() -> Path:
-    """A folder of its own for whatever the result depends on."""
+    """Return a folder that is unique to everything the build depends on."""
     content = hashlib.sha256("\n".join([torch.__version__, sys.version, *FLAGS]).encode())
     for file in sorted(SOURCE.iterdir()):
         content.update(file.read_bytes())
@@ -55,5 +55,5 @@ def _build(library: Path) -> None:
             is_python_module=False,
             verbose=True,
         )
-        # Whoever builds at the same time gets the same, and the later of them replaces the other's.
+        # Concurrent builds produce the same file, and the last one wins.
         Path(folder, library.name).replace(library)

@@ -1,11 +1,11 @@
-"""Process groups for the simulated accelerator, as NCCL's are for CUDA: transfers are work of a stream of their own.
+"""Process groups for the simulated accelerator, modeled on NCCL: transfers run on separate streams.
 
-A group has a stream on each device, of those that everybody gets. A transfer waits there for what the caller's current
-stream has queued, and ``wait()`` lets the stream that is current then wait for the transfer. So memory is read and
-written there, as far as order goes. The bytes go by gloo. Those that are sent are taken at once, but leave only when
-the transfers before on that stream, and those that the caller's stream has waited for, are done, each with its other
-end. Those that come are in the tensor only after ``wait()``; before, it holds others. The device cannot wait: a wait
-for what has not come stops the host. Tensors are kept until somebody has waited, or has seen that a transfer is done.
+A group has one stream per device, from the pool of streams that are shared. A transfer waits there for the work queued
+on the caller's current stream, and ``wait()`` makes the then-current stream wait for the transfer. For the ordering
+checks, memory is read and written there. The bytes are sent by gloo. Sent bytes are copied immediately, but leave only
+after the earlier transfers on that stream, and those the caller's stream has waited for, are finished on both ends.
+Received bytes are written on ``wait()``; until then, the tensor has different contents. The device cannot wait, so a
+wait for data that has not arrived blocks the host. Tensors are kept alive until the transfer is awaited or polled.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from . import accelerator
 NAME = "simulated_ccl"
 
 FOREIGN = 0xAB
-"""Each byte of memory in which something is to come."""
+"""The value of every byte of memory that is waiting for data."""
 
 _LONG = timedelta(minutes=10)
 
@@ -41,17 +41,17 @@ def register() -> None:
 
 
 opened: list[Communicator] = []
-"""Those of this process."""
+"""Communicators of this process."""
 
 unpolled: set[Transfer] = set()
-"""Transfers that nobody has waited for, nor seen done."""
+"""Transfers that were never awaited, or polled as finished."""
 
 
 class Communicator(dist.ProcessGroup):
     """A group that sends from device to device.
 
     Attributes:
-        streams: that of each device.
+        streams: one stream per device.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
@@ -125,26 +125,26 @@ class _Transfer:
     def finish(self) -> None:
         for each in self._before:
             each.done.wait()
-        with suppress(RuntimeError):  # the other end has gone, of which a device hears nothing
+        with suppress(RuntimeError):  # the peer is gone, which a device cannot detect
             self._begin().wait()
             self.arrived = True
             self.done.set()
 
 
 _before: dict[Any, list[_Transfer]] = {}
-"""By stream: the transfers that are queued there, and those that it waits for."""
+"""Unfinished transfers that each stream has queued or waits for."""
 
 
 def _holding_up(stream: Any) -> list[_Transfer]:
-    """Those that have to be done before what is queued on ``stream`` next."""
+    """Return the transfers that must finish before work queued on ``stream`` now."""
     return [each for each in _before.get(stream, ()) if not each.done.is_set()]
 
 
 class Transfer(dist.Work):
-    """What :meth:`Communicator.send` and ``recv`` return.
+    """The result of :meth:`Communicator.send` and ``recv``.
 
     Args:
-        tensor: what leaves, or where it is to arrive.
+        tensor: the tensor to send, or to receive into.
     """
 
     def __init__(self, transfer: _Transfer, tensor: Tensor, stream: Any, *, arrives: bool) -> None:

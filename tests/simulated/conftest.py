@@ -1,4 +1,4 @@
-"""These tests run where they are asked for by path, since a simulated accelerator is torch's for the whole process."""
+"""Runs these tests only if requested by path, since a simulated accelerator is global to the process."""
 
 import gc
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A hang ends the process with the stacks of all threads: one that waits inside the device hears no signal."""
+    """Make a hang end the process with the stacks of all threads, as one blocked in the device receives no signal."""
     limit = config.getoption("--timeout") or 300
     for item in items:
         if item.path.is_relative_to(HERE) and item.get_closest_marker("timeout") is None:
@@ -33,9 +33,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(autouse=True)
 def in_order() -> Iterator[None]:
-    """Every test ends without a race that it did not ask for."""
+    """Check that each test ends without an unexpected race."""
     if build.compiler() is None:
         pytest.skip("no simulated accelerator here: no C++ compiler (c++, or the one that CXX names) is on the path")
-    gc.collect()  # else a worker may free what is left of the test before, in no order with those who have used it
+    gc.collect()  # else a worker may free leftovers of the previous test, unordered with their last use
     with accelerator.no_races():
         yield

@@ -30,7 +30,7 @@ class Fault(NamedTuple):
 
 @contextmanager
 def planted(fault: Fault) -> Iterator[None]:
-    """Inside the block the functions of the module have the code of the changed source, wherever they are known."""
+    """Replace the code of the module's functions, wherever they are referenced, with the changed source."""
     module = importlib.import_module(fault.module)
     right, wrong = dict(_functions(module)), dict(_functions(_changed(module, fault)))
     with ExitStack() as stack:
@@ -53,7 +53,7 @@ def _changed(module: ModuleType, fault: Fault) -> ModuleType:
 
 
 def _functions(module: ModuleType) -> Iterator[tuple[str, FunctionType]]:
-    """All functions and methods that the module defines, by name."""
+    """Yield the functions and methods defined in the module, by qualified name."""
     for name, value in vars(module).items():
         if getattr(value, "__module__", None) != module.__name__:
             continue

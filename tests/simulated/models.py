@@ -1,4 +1,4 @@
-"""Small models, and what a training step of one gives."""
+"""Small models, and the results of training steps."""
 
 import copy
 from collections.abc import Callable, Iterable
@@ -17,22 +17,22 @@ from .placements import backward_streams, devices, forward_streams
 
 WIDTH, ROWS = 8, 8
 MODES = ("never", "except_last", "always")
-"""Those that compute again or not; "offload" is in test_saved.py."""
+"""Modes with and without recomputation; "offload" is in test_saved.py."""
 
 HOWS = ("call", "fill_drain", "1f1b", "interleaved", "zero_bubble")
-"""How a pipe is trained: called, with a backward by the caller; or in a step of a schedule."""
+"""Ways to train a pipe: a call and the caller's backward, or a step of a schedule."""
 
 SCHEDULED = ("call", "fill_drain", "1f1b", "zero_bubble")
-"""Those that any number of stages on any devices can have."""
+"""Ways that work with any number of stages on any devices."""
 
 OF_ALL = (None, "fill_drain", "F0 F1 F2 C B1 B2 B0")
-"""Those under which the loss of all rows is computed once; the last one is the program of each stage, without C."""
+"""Schedules that compute a full-batch loss once; the last one is the program of each stage, without C."""
 
 
 def some_of(*sides: Iterable[Any], every: int = 11) -> list[Any]:
-    """The product of ``sides`` as parameters of a test, of which most run in the long form only.
+    """Return the product of ``sides`` as test parameters, most of them marked long.
 
-    All that a side has occurs in the short form too, if no side has a multiple of ``every``.
+    Every element of a side is in the short form as well, unless a side's length is a multiple of ``every``.
     """
     cases = enumerate(product(*sides))
     return [pytest.param(*case, marks=[pytest.mark.long] if k % every else []) for k, case in cases]
@@ -53,7 +53,7 @@ def rows() -> Tensor:
 
 
 def balance(layers: int, stages: int) -> list[int]:
-    """As even as it can be, with the rest on the first."""
+    """Return the most even balance, with the remainder on the first stage."""
     return [layers - (stages - 1) * (layers // stages), *[layers // stages] * (stages - 1)]
 
 
@@ -66,17 +66,17 @@ def piped(plain: nn.Sequential, placement: str, mode: str = "except_last", **opt
 
 
 def reduction_of(loss_fn: Callable[..., Any]) -> str | None:
-    """How losses of micro-batches are combined, where that has to be said."""
+    """Return the reduction to pass for the losses of micro-batches, if required."""
     return "sum" if loss_fn is squares else None
 
 
 def counted_squares(output: Tensor, target: Any = None) -> LossSum:
-    """The same, and a count for each micro-batch; these add up to one."""
+    """Return the same with a count per micro-batch; the counts add up to one."""
     return LossSum(squares(output), torch.full((), len(output) / ROWS, device=output.device))
 
 
 def whole_squares(output: Tensor, target: Any = None) -> Tensor:
-    """The same, computed once, since nothing says how it adds up. It needs all rows."""
+    """Compute the same loss from the full output. Without a declared reduction, it is computed once."""
     centered = output - output.mean(0)
     return centered.square().sum() + len(output) * output.mean(0).square().sum()
 

@@ -1,4 +1,4 @@
-"""Where stages are, and on which streams the caller works."""
+"""Placements of stages, and the caller's streams."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,13 +20,13 @@ PLACEMENTS: dict[str, tuple[int | None, ...]] = {
     "CPU twice": (0, None, None),
     "device between CPUs": (None, 0, None),
 }
-"""By name, the device of each stage; None is the CPU."""
+"""The device of each stage in each placement; None is the CPU."""
 
 UNEVEN = ("two devices", "the first device twice", "the second device twice")
-"""Where three stages do not go evenly on two workers, as "interleaved" needs."""
+"""Placements of three stages on two workers, which "interleaved" does not support."""
 
 STREAMS = ("default", "own", "foreign")
-"""What the caller works on: the default streams; streams of its own; and others again for its backward."""
+"""The caller's streams: the default ones, new ones, or new ones and different ones for the backward."""
 
 
 def devices(name: str) -> list[torch.device]:
@@ -39,7 +39,7 @@ def forward_streams(kind: str) -> AbstractContextManager[None]:
 
 
 def backward_streams(kind: str) -> AbstractContextManager[None]:
-    """The streams of its backward, and of what it does with gradients."""
+    """Return the context of the backward, and of work on gradients."""
     return _ordered_streams() if kind == "foreign" else nullcontext()
 
 

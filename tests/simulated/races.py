@@ -1,4 +1,4 @@
-"""The races that the simulated accelerator finds, each with the line of Python at which it shows."""
+"""Races reported by the simulated accelerator, with the Python line that caused them."""
 
 import sys
 import threading
@@ -16,7 +16,7 @@ class Race(NamedTuple):
 
     Attributes:
         text: such as ``READ by mm on dev0/s3 not ordered after copy H2D on dev0/s1``.
-        line: where the later of the two was asked for.
+        line: the line that launched the later access.
     """
 
     text: str
@@ -27,9 +27,9 @@ class Race(NamedTuple):
 
 
 class Races:
-    """Those found since the last :meth:`take`; the same one counts once.
+    """The distinct races since the last :meth:`take`.
 
-    Threads that simulate a device call it, also while memory is being freed, so that it must not raise.
+    Threads of the simulated device call it, even while memory is being freed, so it must not raise.
     """
 
     def __init__(self) -> None:
@@ -39,13 +39,13 @@ class Races:
         self._found[Race(text, line_of_caller())] = None
 
     def take(self) -> list[Race]:
-        """All of them; then there are none."""
+        """Return all races, and clear them."""
         found, self._found = self._found, {}
         return list(found)
 
 
 def line_of_caller() -> str:
-    """The innermost line of this repository on this thread, outside of the simulator; autograd's threads have none."""
+    """Return this thread's innermost line of this repository, outside the simulator. Autograd threads have none."""
     for frame in _frames(sys._getframe(1)):
         code = frame.f_code
         if _is_ours(Path(code.co_filename)):

@@ -1,4 +1,4 @@
-"""The simulator itself, beside what faults in the library show of it: what it says, and what it must not overlook."""
+"""The simulator itself, apart from faults planted in the library: its reports, and races it must not miss."""
 
 from collections.abc import Callable
 
@@ -50,7 +50,7 @@ def test_waits_that_order(how: str):
 
 
 @pytest.mark.parametrize("ask", [Tensor.item, Tensor.nonzero, torch.unique, lambda x: x.equal(x), lambda x: x[x > 0]])
-def test_the_host_waits_for_what_python_or_a_size_needs(ask: Callable[[Tensor], object]):
+def test_host_waits_for_values_used_in_python(ask: Callable[[Tensor], object]):
     x = ones()[0, :1]
     library().take_counters()
     ask(x)

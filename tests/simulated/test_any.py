@@ -1,4 +1,4 @@
-"""Any placement, any schedule that is valid, and workers held up anywhere: no races, and as the plain model."""
+"""Any placement and valid schedule, with workers delayed anywhere: no races, and the plain model's results."""
 
 import copy
 import random
@@ -24,7 +24,7 @@ from .models import MODES, Pop, Stash, expected, linear, rows, running, trained
 
 @contextmanager
 def delayed(seed: int) -> Iterator[None]:
-    """Inside, threads pause before they send or receive: not at all, just to let others run, or for up to 1 ms.
+    """Delay sends and receives of threads: not at all, by yielding to other threads, or for up to 1 ms.
 
     How long depends on the seed, the link and the micro-batch alone. The pauses are sleeps on purpose: threads reach
     their operations in unusual orders, and nothing waits for them. Events could set the order instead, but would

@@ -1,4 +1,4 @@
-"""What else a pipe promises of devices: their names, their generators, their times."""
+"""Names, random generators and timing of devices in a pipe."""
 
 import copy
 import re
@@ -30,7 +30,7 @@ def test_each_part_of_a_task_has_its_stream():
     assert seen == [stream, stream]
 
 
-def test_the_default_stream_is_the_current_one_until_another_is_used():
+def test_default_stream_is_initially_current():
     for k in range(2):
         own = new_stream(device(k))
         assert current_stream(device(k)) == default_stream(device(k)) != own
@@ -41,7 +41,7 @@ def test_the_default_stream_is_the_current_one_until_another_is_used():
         assert torch.accelerator.current_device_index() == 0
 
 
-def test_threads_in_one_stream_get_back_what_each_had():
+def test_use_stream_restores_stream_of_each_thread():
     shared, own = new_stream(device(1)), new_stream(device(1))
     entered, left = Event(), Event()
     found = []
@@ -80,7 +80,7 @@ def test_a_timeline_of_devices(mode: str, inline: bool):
 
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("k", [0, 1])
-def test_a_model_that_was_moved_after_its_pipe_was_made_is_named_and_can_be_moved_back(k: int, own: bool):
+def test_model_moved_after_pipe_raises_until_moved_back(k: int, own: bool):
     model = small(own)
     x = torch.randn(4, 3)
     pipe = GPipe(model, [1, 1] if own else [2, 1], devices=[device(0), device(1)], chunks=2)
@@ -115,8 +115,8 @@ def small(own: bool) -> nn.Module:
 
 
 @pytest.mark.parametrize("is_used", [False, True])
-def test_what_a_layer_keeps_of_packed_weights_moves_with_them(is_used: bool):
-    """The attribute that is the weight stays it, so that no bytes are held twice."""
+def test_state_of_packed_weights_moves_with_them(is_used: bool):
+    """The weight attribute remains the same tensor, so that no bytes are stored twice."""
     torch.manual_seed(0)
     layers = [InRows().to("cpu") for _ in range(3)]
     x = torch.randn(4, 6)

@@ -1,4 +1,4 @@
-"""Ranks whose tensors go from accelerator to accelerator: the results of one process, without a race."""
+"""Direct transfers between the accelerators of ranks: the same results as one process, without a race."""
 
 import copy
 import os
@@ -33,12 +33,12 @@ worlds = pytest.fixture(scope="module")(of_each_size)
 
 
 class Ranks(NamedTuple):
-    """Where stages are.
+    """The placement of stages.
 
     Attributes:
         ranks: the process of each stage.
-        devices: that of each stage; None is the CPU.
-        direct: how many directions of channels go from device to device, of all ranks.
+        devices: the device of each stage; None is the CPU.
+        direct: the number of channel directions between devices, of all ranks.
     """
 
     ranks: list[int]
@@ -50,7 +50,7 @@ class Ranks(NamedTuple):
         return len({*self.ranks})
 
     def own(self) -> list[torch.device]:
-        """Of the stages of this process."""
+        """Return the devices of the stages in this process."""
         here = zip(self.ranks, self.devices, strict=True)
         return [accelerator.device(device) for rank, device in here if rank == dist.get_rank()]
 
@@ -62,7 +62,7 @@ class Ranks(NamedTuple):
         return Rank(copy.deepcopy(plain), sizes, **{**own, **options})
 
     def pipe(self, plain: nn.Sequential, **options: Any) -> GPipe:
-        """The same, all of it in this process."""
+        """Return a pipe with the same placement in this process."""
         places = [accelerator.device(each) for each in self.devices]
         sizes = balance(len(plain), len(places))
         return GPipe(copy.deepcopy(plain), sizes, devices=places, chunks=3, **options)
@@ -97,7 +97,7 @@ def test_stages_of_ranks_may_live_on_the_host(worlds, placement: str, schedule: 
 
 
 def _expect_one_process(ranks: Ranks, schedule: str, checkpoint: str, **more: Any) -> int:
-    """How many communicators there are, once the results are those of a pipe in this process."""
+    """Compare with a pipe in this process, and return the number of new communicators."""
     before, options = len(communicators.opened), {"checkpoint": checkpoint, **more}
     with accelerator.no_races():
         rank, pipe = ranks.rank(model(), **options), ranks.pipe(model(), **options)
@@ -109,7 +109,7 @@ def _expect_one_process(ranks: Ranks, schedule: str, checkpoint: str, **more: An
 
 
 @pytest.mark.parametrize(("placement", "checkpoint"), some_of(PLACEMENTS, MODES, every=4))
-def test_a_loss_of_all_rows_is_that_of_one_process(worlds, placement: str, checkpoint: str):
+def test_full_batch_loss_matches_one_process(worlds, placement: str, checkpoint: str):
     ranks = PLACEMENTS[placement]
     worlds(ranks.size).run(_expect_of_all_rows, ranks, checkpoint)
 
@@ -126,7 +126,7 @@ def _expect_of_all_rows(ranks: Ranks, checkpoint: str) -> None:
 def expect_alike(
     rank: Rank, pipe: GPipe, schedule: str | None = "1f1b", steps: int = 1, loss_fn: Callable[..., Any] = squares
 ) -> None:
-    """The same losses and gradients, bit for bit."""
+    """Losses and gradients are equal bit for bit."""
     options = {"loss_fn": loss_fn, "reduction": reduction_of(loss_fn), "schedule": schedule}
     rank.zero_grad()
     pipe.zero_grad()
@@ -148,20 +148,20 @@ TIED = {  # directions of channels, and of weights between two ranks
 
 
 @pytest.mark.parametrize(("placement", "schedule"), some_of(TIED, ["fill_drain", "1f1b", "zero_bubble"], every=4))
-def test_weights_that_ranks_share_go_from_device_to_device(worlds, placement: str, schedule: str):
+def test_tied_weights_of_ranks_are_sent_directly(worlds, placement: str, schedule: str):
     ranks = TIED[placement]
     opened = worlds(ranks.size).run(_expect_tied, ranks, schedule)
     assert sum(opened) == 2 * ranks.direct
 
 
 @pytest.mark.parametrize(("placement", "schedule"), some_of(TIED, ["fill_drain", "1f1b", "zero_bubble"], every=4))
-def test_weights_that_ranks_share_may_live_on_their_hosts(worlds, placement: str, schedule: str):
+def test_tied_weights_of_ranks_may_be_offloaded(worlds, placement: str, schedule: str):
     ranks = TIED[placement]
     worlds(ranks.size).run(partial(_expect_tied, offload=True), ranks, schedule)
 
 
 def _expect_tied(ranks: Ranks, schedule: str, **options: Any) -> int:
-    """How many communicators there are, once gradients are those of the plain model."""
+    """Compare gradients with the plain model, and return the number of new communicators."""
     before, plain = len(communicators.opened), tied()
     squares(plain(rows())).backward()
     wanted = dict(plain.named_parameters(remove_duplicate=False))
@@ -179,12 +179,12 @@ EARLY = Fault("a step ends before all has come over the wires", WIRES, "wait_eve
 
 
 @pytest.mark.parametrize("fault", [None, EARLY], ids=str)
-def test_only_the_end_of_a_step_waits_for_what_has_come(worlds, fault: Fault | None):
+def test_step_end_waits_for_received_tensors(worlds, fault: Fault | None):
     assert worlds(2).run(_ready_after_a_step, fault) == [[False, fault is None]] * 2
 
 
 def _ready_after_a_step(fault: Fault | None) -> list[bool]:
-    """Whether what comes over the wires of a rank is known to have come: before the end of a step, and after it."""
+    """Return whether a rank's received transfers count as finished, before and after the end of a step."""
     ranks, seen = PLACEMENTS["two ranks"], []
     rank = ranks.rank(model(), checkpoint="never")
     rank.step(rows(), loss_fn=squares, reduction="sum")
@@ -209,13 +209,13 @@ ELSEWHERE = Fault("a wire opens on the current device", WIRES,
 
 @pytest.mark.parametrize(("fault", "more"), [(None, set()), (ELSEWHERE, {0})], ids=str)
 def test_a_process_uses_its_own_devices_alone(fault: Fault | None, more: set[int]):
-    """And not the current one, where a context would take memory of a GPU for nothing."""
+    """The current device is not used, as a context would waste memory of a GPU."""
     with world(2) as opened:
         assert opened.run(_contexts, fault) == [[{1} | more, {1, 2} | more], [{2} | more, {1, 2} | more]]
 
 
 def _contexts(fault: Fault | None) -> list[set[int]]:
-    """The devices that this process uses: with a rank of its own, and then with a pipe on two devices."""
+    """Return the devices that this process uses: after a run of its rank, and after a pipe on two devices."""
     ranks = Ranks([0, 1], [1, 2], 4)
     with nullcontext() if fault is None else planted(fault):
         ranks.rank(model()).step(rows(), loss_fn=squares, reduction="sum")
@@ -241,13 +241,13 @@ SENT, RECEIVED = [
 
 
 @pytest.mark.parametrize(("fault", "waits"), [(None, [False] * 2), (SENT, [True, False]), (RECEIVED, [False, True])])
-def test_a_stage_and_its_wires_go_on_meanwhile(worlds, fault: Fault | None, waits: list[bool]):
-    """A stage does not wait for what it sends to arrive, nor what comes to it for what the stage still computes."""
+def test_stage_and_wires_run_concurrently(worlds, fault: Fault | None, waits: list[bool]):
+    """A stage does not wait for its sends to finish, and receiving does not wait for the stage's computation."""
     assert worlds(2).run(_waits, fault) == waits
 
 
 def _waits(fault: Fault | None) -> bool:
-    """Of the first transfer of a step: on rank 0, which sends, whether its stage waits; on rank 1, whether it does."""
+    """Return whether the stage waits for its first send (rank 0), or the first receive for the stage (rank 1)."""
     ranks, seen = PLACEMENTS["two ranks"], []
     accelerator.found()
     rank = ranks.rank(model())
@@ -361,7 +361,7 @@ def test_each_fault_is_found(worlds, fault: Fault, text: str):
 
 
 def _found(fault: Fault) -> list[str]:
-    """What is wrong with a step while the fault is there."""
+    """Return the problems of a step with the fault planted."""
     ranks = PLACEMENTS["two ranks"]
     rank, pipe = ranks.rank(model()), ranks.pipe(model())
     expect_alike(rank, pipe)
@@ -373,8 +373,8 @@ def _found(fault: Fault) -> list[str]:
     return [*found, *[f"{more} bytes more after a step" for more in [accelerator.used() - used] if more]]
 
 
-def test_who_is_killed_after_it_has_announced_a_tensor_is_named():
-    """Its device does not send it any more, for which the next rank's waits: no message tells that one so."""
+def test_rank_killed_after_announcing_tensor_is_named():
+    """Its device never sends the announced tensor, so the next rank's device waits, and no message reports the loss."""
     with world(3) as opened:
         answers = opened.answers(_lose, limit=300.0)
     for succeeded, text in answers[1:]:
@@ -405,8 +405,8 @@ def _end() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_rows_on_devices_are_compared_at_the_end_of_a_step(worlds):
-    """Also with those of a rank on the CPU, whose digest was known before."""
+def test_rows_on_devices_are_compared_after_step(worlds):
+    """One rank may be on the CPU, where the digest is known earlier."""
     ranks = PLACEMENTS["two ranks"]
     for apart, on_devices in product((False, True), ([True, True], [True, False], [False, True])):
         worlds(2).run(_differ, ranks, on_devices, apart)

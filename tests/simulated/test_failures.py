@@ -10,7 +10,7 @@ from .models import SCHEDULED, assert_trains_like, model, piped, rows, running, 
 from .placements import backward_streams, forward_streams
 
 pytestmark = [
-    # Of torch, once a process: a failure keeps nodes alive, which belong to the streams of their time.
+    # torch warns once per process: a failure keeps nodes alive that belong to previous streams.
     pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 ]
 
@@ -41,7 +41,7 @@ def test_failures(placement: str, inline: bool, how: str, where: str, backward: 
 
 
 def test_gradients_may_be_zeroed_right_after_a_failure():
-    """Also on other streams than the forward's: these wait for what the stages were still doing."""
+    """Streams that differ from the forward's wait for unfinished work of the stages."""
     pipe = piped(nn.Sequential(failing(backward=True), *model()), "three devices", "never")
     x = rows().to(pipe.devices[0]).requires_grad_()
     with forward_streams("foreign"):

@@ -28,7 +28,7 @@ from .faults import Fault, planted
 from .models import assert_trains_like, counted_squares, model, piped, squares
 from .races import ROOT
 
-# Of torch, once a process: with nodes that are kept it has to order streams.
+# torch warns once per process: it must order streams for nodes that are kept alive.
 pytestmark = [pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")]
 
 COPY, LINK, RUN = "gpipe.transport._copy", "gpipe.transport._transport", "gpipe.engine._run"
@@ -48,7 +48,7 @@ PARTS, REPLAY = "gpipe.model._stage_run", "gpipe.model._replay"
 
 
 class Case(NamedTuple):
-    """Two training steps, compared with those of the plain model."""
+    """Two training steps, compared with the plain model's."""
 
     placement: str
     how: str = "call"
@@ -70,7 +70,7 @@ class Case(NamedTuple):
 
     def _train(self) -> None:
         pipe = piped(model(), self.placement, self.mode)
-        # Nodes belong to the stream on which they were made, here the default one.
+        # A node belongs to the stream that was current at its creation, here the default one.
         kept = [p.view_as(p).grad_fn.next_functions for p in pipe.parameters() if self.keeps_nodes]
         loss_fn = counted_squares if self.counted else squares
         assert_trains_like(model(), pipe, self.how, self.streams, inline=self.inline, loss_fn=loss_fn)
@@ -94,7 +94,7 @@ class Check:
 
 
 def problems(work: Callable[[], None]) -> list[str]:
-    """The error with which ``work`` fails, and the races in it."""
+    """Return the error raised by ``work``, and its races."""
     accelerator.found()
     try:
         work()
@@ -109,25 +109,25 @@ FOREIGN = Case("three devices", streams="foreign")
 KEPT = Case("three devices", how="1f1b", counted=True, keeps_nodes=True)
 KEPT_TWICE = KEPT._replace(placement="the first device twice")
 INLINE = Case("three devices", streams="foreign", mode="always", inline=True)
-PINNED = Check(test_host.test_no_copy_from_or_to_the_cpu_holds_up_the_host, "CPU between", "call")
-OVERWRITTEN = Check(test_host.test_a_pinned_input_may_change_right_after_the_call)
+PINNED = Check(test_host.test_copies_to_and_from_cpu_are_asynchronous, "CPU between", "call")
+OVERWRITTEN = Check(test_host.test_pinned_input_may_change_after_call)
 QUEUED = Check(test_host.test_what_was_queued_before_need_not_be_done, True, True)
 APART = Check(test_host.test_a_copy_waits_for_its_source_alone)
-PROFILE = Check(test_profile.test_seconds_are_those_of_the_current_stream)
+PROFILE = Check(test_profile.test_seconds_are_measured_on_current_stream)
 TIMELINE = Check(test_devices.test_a_timeline_of_devices, "never", False)
 SHARED = Check(test_matrix.test_in_order_and_equal, ("three devices", "call", "foreign"), "never", False, True)
 TASKS = Check(test_devices.test_each_part_of_a_task_has_its_stream)
-RESTORED = Check(test_devices.test_threads_in_one_stream_get_back_what_each_had)
-NEW = Check(test_devices.test_the_default_stream_is_the_current_one_until_another_is_used)
+RESTORED = Check(test_devices.test_use_stream_restores_stream_of_each_thread)
+NEW = Check(test_devices.test_default_stream_is_initially_current)
 WAITED = Check(test_accelerator.test_waits_that_order, "synchronise the stream")
 MADE = Check(test_model.test_in_order_and_equal, "made", ("three devices", "1f1b", "own"), "never", False)
 RESIDUALS = Check(test_model.test_in_order_and_equal, "residuals", ("two devices", "1f1b", "own"), "never", False)
 MASKED = Check(test_model.test_in_order_and_equal, "masked", ("three devices", "1f1b", "own"), "always", False)
 CHANGED = Check(test_model.test_in_order_and_equal, "inplace", ("three devices", "1f1b", "own"), "never", False)
-CALLED = Check(test_model.test_the_backward_of_a_replay_waits_for_its_caller_on_all_devices)
+CALLED = Check(test_model.test_backward_of_replay_waits_for_caller)
 REPLAYED = Check(test_model.test_a_loss_of_all_rows, "inplace", "three devices", None, "own", "never")
 TIED_HEAD = Check(test_model.test_a_loss_of_all_rows, "tied", "three devices", None, "own", "never")
-UPDATED = Check(test_offloaded.test_updates_right_after_a_step_and_after_an_evaluation)
+UPDATED = Check(test_offloaded.test_updates_right_after_step_and_evaluation)
 UPDATED_IN_STEP = Check(test_offloaded.test_updates_during_a_step)
 SAVES = Check(test_saved.test_tensors_of_many_bytes, "fill_drain")
 SAVES_APART = Check(test_saved.test_copies_do_not_hold_up_computations)
@@ -343,7 +343,7 @@ def test_every_line_that_orders_is_taken_away_once():
 
 
 INSIDE = ["wait_stream(source, target)"]
-"""What functions do whose calls are taken away."""
+"""Functions whose calls are removed."""
 
 
 def table() -> str:
@@ -351,10 +351,10 @@ def table() -> str:
     found: list[tuple[Fault, object]] = [
         *FAULTS,
         *((fault, "two ranks, step under 1f1b") for fault, _ in test_direct.FAULTS),
-        (test_direct.EARLY, "only the end of a step waits for what has come"),
+        (test_direct.EARLY, "step end waits for received tensors"),
         (test_direct.ELSEWHERE, "a process uses its own devices alone"),
-        (test_direct.SENT, "a stage and its wires go on meanwhile"),
-        (test_direct.RECEIVED, "a stage and its wires go on meanwhile"),
+        (test_direct.SENT, "stage and wires run concurrently"),
+        (test_direct.RECEIVED, "stage and wires run concurrently"),
     ]
     rows = [f"| {fault.name} | {_place(fault)} | {case} |" for fault, case in found]
     head = ["| what is wrong | where | the case, or the test, that finds it |", "|---|---|---|"]

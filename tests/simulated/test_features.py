@@ -1,6 +1,6 @@
-"""What a model may contain and a step may be asked for, on accelerators: no races, and as the same pipe on the CPU.
+"""Features of models and steps on accelerators: no races, and the same results as a pipe on the CPU.
 
-That pipe cuts the same micro-batches, so that it gives the same also where these change the result.
+The CPU pipe uses the same micro-batches, so that even results that depend on the split are equal.
 """
 
 import copy
@@ -31,7 +31,7 @@ def counted(output: Tensor, target: Tensor) -> LossSum:
 
 
 def values(x: Tensor) -> Any:
-    """From a tensor to a tuple with integers, None, and a tensor that needs no grad."""
+    """Return a tuple with integers, None, and a tensor that requires no grad."""
     return (x.detach() * 3).long(), None, x * 1, x.detach() > 0
 
 
@@ -130,7 +130,7 @@ def test_steps(name: str, placement: str, mode: str, inline: bool, schedule: str
 
 
 def standardized(output: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """By the statistics of all rows; a metric of all, and one for each row."""
+    """Return a loss that uses statistics of the full batch, with one metric per batch and one per row."""
     found = (output - output.mean(0)) / (output.var(0) + 1).sqrt() - target
     return found.square().mean(), {"largest": output.max(), "rows": output.sum(1)}
 
@@ -140,7 +140,7 @@ def standardized(output: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Tens
     some_of(MODELS, CROSSING, ["never", "always"], [False, True], [None, "fill_drain"], every=17),
 )
 def test_steps_with_a_loss_of_all_rows(name: str, placement: str, mode: str, inline: bool, schedule: str | None):
-    """A value that changes in place, or has hooks, may be an output, of which the loss is computed later."""
+    """A tensor that is changed in place, or has hooks, may be an output, and the loss is computed later."""
     pipe, oracle = pair(made(MODELS[name]), placement, mode)
     wanted = train(oracle, schedule, loss_fn=standardized, return_outputs=True)
     with running(inline):
@@ -151,7 +151,7 @@ def test_steps_with_a_loss_of_all_rows(name: str, placement: str, mode: str, inl
     ("name", "placement", "mode", "inline"), some_of(MODELS, CROSSING, ["never", "always"], [False, True], every=7)
 )
 def test_calls(name: str, placement: str, mode: str, inline: bool):
-    """Forward on streams of one's own, backward on others; then without grad."""
+    """The forward is on new streams, and the backward on different ones; then without grad."""
     pipe, oracle = pair(made(MODELS[name]), placement, mode)
 
     def used(pipe: GPipe) -> list[Tensor]:

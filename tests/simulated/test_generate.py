@@ -13,7 +13,7 @@ from .accelerator import device, library
 
 
 class Kept:
-    """What layers keep from token to token, as a cache of keys and values."""
+    """State that layers keep from token to token, like a key-value cache."""
 
     def __init__(self) -> None:
         self.sums: dict[nn.Module, Tensor] = {}
@@ -62,7 +62,7 @@ class Translator(nn.Module):
 
 @pytest.mark.parametrize("places", [(0, 1), (0, 1, 2), (0, 0)])
 @pytest.mark.parametrize("first", [1, 3, 4])
-def test_it_generates_what_the_plain_model_does_and_keeps_nothing(places: tuple[int, ...], first: int) -> None:
+def test_generate_matches_plain_model_and_frees_cache(places: tuple[int, ...], first: int) -> None:
     torch.manual_seed(0)
     plain = Translator()
     tokens = torch.randint(9, (3, 5))

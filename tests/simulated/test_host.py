@@ -1,4 +1,4 @@
-"""The host goes on while devices work: it waits for them only where a stage is on the CPU."""
+"""The host runs ahead of the devices: it waits only for a stage on the CPU."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -23,7 +23,7 @@ Loss = Callable[..., Any]
 
 
 def counted(placement: str, mode: str, how: str, inline: bool, loss_fn: Loss = counted_squares) -> dict[str, int]:
-    """What a training step asks of the devices, once a pipe has measured what it wants to know."""
+    """Return the counters of a training step, after the pipe has finished its measurements."""
     pipe = piped(model(), placement, mode)
     x = rows().to(pipe.devices[0])
     with running(inline), forward_streams("own"):
@@ -57,8 +57,8 @@ def contrast(output: Tensor, target: Tensor) -> Tensor:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("inline", [False, True], ids=["threads", "inline"])
 @pytest.mark.parametrize("method", ["step", "evaluate"])
-def test_it_does_not_wait_for_the_outputs_of_all_rows(placement: str, mode: str, inline: bool, method: str):
-    """Of which the loss is computed once; nor to evaluate it. The target may be on the first device."""
+def test_host_does_not_wait_for_full_output(placement: str, mode: str, inline: bool, method: str):
+    """The loss is computed once, or evaluated. The target may be on the first device."""
     plain, pipe = model(), piped(model(), placement, mode)
     x, y = rows().to(pipe.devices[0]), rows().flip(0)
     with running(inline), forward_streams("own"):
@@ -121,7 +121,7 @@ def test_labels_that_count_are_counted_on_the_device(loss_fn: Loss, inline: bool
 
 @pytest.mark.parametrize("placement", [name for name, places in PLACEMENTS.items() if None in places])
 @pytest.mark.parametrize("how", ["call", "1f1b"])
-def test_no_copy_from_or_to_the_cpu_holds_up_the_host(placement: str, how: str):
+def test_copies_to_and_from_cpu_are_asynchronous(placement: str, how: str):
     # A counted loss would scale gradients on the CPU by a number that the device knows.
     assert counted(placement, "always", how, inline=False, loss_fn=squares)["blocking"] == 0
 
@@ -144,7 +144,7 @@ def test_what_was_queued_before_need_not_be_done(inline: bool, recorded: bool):
 
 
 def test_a_copy_waits_for_its_source_alone():
-    """Not for other copies to and from its stages, nor for what its target computes, which goes on meanwhile."""
+    """It waits neither for other copies of its stages nor for the target's computation, which continues."""
     places = [(device(k), torch.accelerator.current_stream(device(k)), CopyStreams.on(device(k))) for k in range(3)]
     ways = [(0, 1), (1, 0), (1, 2), (2, 1)]
     carry = dict(zip(ways, [*carriers(*places[:2]), *carriers(*places[1:])], strict=True))
@@ -167,7 +167,7 @@ def test_a_copy_waits_for_its_source_alone():
         assert len(found()) == 1
 
 
-def test_a_pinned_input_may_change_right_after_the_call():
+def test_pinned_input_may_change_after_call():
     pipe = piped(nn.Sequential(nn.Identity(), nn.Tanh(), nn.Tanh()), "CPU first")
     x = rows().pin_memory()
     with torch.no_grad():

@@ -22,7 +22,7 @@ CASES = [
     ids=lambda value: str(value).replace("'", ""),
 )
 def test_in_order_and_equal(case: tuple[str, str, str], mode: str, inline: bool, shares: bool):
-    """Also where stages on several devices share parameters."""
+    """Stages on several devices may share parameters."""
     placement, how, streams = case
     plain = test_tied.model() if shares else model()
     assert_trains_like(plain, piped(plain, placement, mode), how, streams, inline=inline)

@@ -1,4 +1,4 @@
-"""What a stage holds at most, by the simulated allocator."""
+"""Peak memory of stages, measured by the simulated allocator."""
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ ACTIVATION = ROWS * WIDTH * 4
 
 
 def fits(chunks: int, schedule: str, size: int) -> bool:
-    """Whether ``size`` bytes on the second device suffice for a checkpointed step, beside parameters and the batch."""
+    """Return whether a checkpointed step fits in ``size`` bytes more than parameters and the batch."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(2 * LAYERS)))
     pipe = GPipe(model, [LAYERS, LAYERS], devices=[device(0), device(1)], chunks=chunks, checkpoint="always")
     x, y = (torch.randn(chunks * ROWS, WIDTH).to(device(k)) for k in range(2))
@@ -37,8 +37,8 @@ def squared_error(output: Tensor, target: Tensor) -> Tensor:
     return (difference * difference).sum()
 
 
-def test_a_checkpointed_stage_holds_as_much_for_32_micro_batches_as_for_4():
-    """Under 1F1B stage 1 of 2 has all of one micro-batch, which it computes again, and the input of another at most."""
+def test_checkpointed_peak_does_not_depend_on_chunks():
+    """Under 1F1B, stage 1 of 2 holds one recomputed micro-batch, and at most the input of the next one."""
     enough = next(units * ACTIVATION for units in range(200) if fits(4, "1f1b", units * ACTIVATION))
     assert fits(32, "1f1b", enough)
     assert not fits(32, "fill_drain", enough)

@@ -1,7 +1,7 @@
-"""Models with a forward of their own, cut while it runs: no races, and as the plain model.
+"""Models with their own forward, split while it runs: no races, and the same results as the plain model.
 
-What crosses from stage to stage is what any operation of the model uses: residuals and skips over several stages, masks
-and tables made on the first device, what is made on the device of something else.
+Any operation may use values of previous stages: residuals and skips over several stages, masks and tables created on
+the first device, tensors created on the device of a different one.
 """
 
 import copy
@@ -21,7 +21,7 @@ from .accelerator import device
 from .models import HOWS, MODES, OF_ALL, WIDTH, assert_trains_like, linear, rows, some_of, squares, whole_squares
 from .placements import PLACEMENTS, STREAMS, UNEVEN, backward_streams, devices, forward_streams
 
-# Of torch, once a process: a thread of autograd may hold the last node of a backward a moment longer.
+# torch warns once per process: an autograd thread may hold the last node of a backward slightly longer.
 pytestmark = [pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")]
 
 
@@ -74,7 +74,7 @@ class Masked(Model):
 
 
 class UNet(Model):
-    """Skips over two stages, in a list from which they are popped."""
+    """Skips over two stages, popped from a list."""
 
     def forward(self, x: Tensor) -> Tensor:
         h, skips = self.embed(x), []
@@ -103,7 +103,7 @@ class Tied(Model):
 
 
 class Made(Model):
-    """Makes tensors on the devices of inputs, and of what other stages have; and in no_grad()."""
+    """Creates tensors on the devices of inputs and of other stages, and in no_grad()."""
 
     def forward(self, x: Tensor) -> Tensor:
         half = torch.tensor(0.5, dtype=torch.float64)
@@ -120,7 +120,7 @@ class Made(Model):
 
 
 class InPlace(Model):
-    """What a stage has made changes in another one, and is used in a third one."""
+    """A tensor of one stage is modified in a second one, and used in a third one."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embed(x).tanh()
@@ -187,7 +187,7 @@ def test_inputs_may_be_on_the_host(name: str) -> None:
         torch.testing.assert_close(loss.cpu(), whole_squares(plain(x)).detach())
 
 
-def test_the_backward_of_a_replay_waits_for_its_caller_on_all_devices() -> None:
+def test_backward_of_replay_waits_for_caller() -> None:
     weight = torch.ones(WIDTH, device=device(0), requires_grad=True)
     weight.grad = torch.ones(WIDTH, device=device(0))
     with forward_streams("own"):
@@ -206,10 +206,8 @@ class Chain(Model):
 
 
 @pytest.mark.parametrize("enabled", [False, True])
-def test_what_a_block_is_called_with_is_sent_in_the_turn_that_has_computed_it(
-    enabled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And not only once the worker of the block has time to receive it."""
+def test_block_arguments_are_sent_when_computed(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not delayed until the block's worker is ready to receive it."""
     pipe = GPipe(Chain(), devices=devices("three devices"), chunks=3)
     turns = []
     sent = ModelRun.sent

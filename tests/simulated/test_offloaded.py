@@ -12,7 +12,7 @@ from gpipe.engine._offloaded import Offloaded
 from . import accelerator, test_model, test_tied
 from .models import HOWS, MODES, assert_trains_like, model, piped, some_of, squares, whole_squares
 
-# Of torch, once a process: a copy of a parameter is used on other streams in each step.
+# torch warns once per process: the copy of a parameter is used on different streams in each step.
 pytestmark = [pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")]
 
 PLACEMENTS = ("two devices", "three devices", "the first device twice", "CPU between")
@@ -42,7 +42,7 @@ def test_in_order_and_equal(placement: str, how: str, streams: str, mode: str, i
     ),
 )
 def test_a_model_with_operations_between_blocks(name: str, placement: str, how: str, mode: str, whole: bool):
-    """And with a loss of all rows, for which the model uses parameters that are not loaded."""
+    """A loss of the full output uses parameters of the model that are not loaded."""
     plain = test_model.made(name)
     pipe = test_model.piped(plain, placement, mode, offload=True)
     loss = {"loss_fn": whole_squares} if whole and how == "fill_drain" else {}
@@ -61,7 +61,7 @@ def eight_layers(**options: object) -> GPipe:
 
 
 def trains_within(pipe: GPipe, size: int, how: str) -> bool:
-    """Whether ``size`` bytes on the device suffice for a step, beside what is there between steps."""
+    """Return whether a step fits in ``size`` bytes of the device, more than are in use between steps."""
     x = torch.randn(4, 64).to(accelerator.device(0))
     pipe.zero_grad()
     gc.collect()
@@ -79,7 +79,7 @@ def trains_within(pipe: GPipe, size: int, how: str) -> bool:
 @pytest.mark.parametrize("how", ["call", "step"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_device_holds_two_stages_at_a_time(mode: str, how: str):
-    """And the gradient of one; the rest are activations, which are small here."""
+    """It also holds one stage's gradient, and activations, which are small here."""
     pipe = eight_layers(checkpoint=mode, offload=True)
     assert trains_within(pipe, 5 * LAYER, how)
     assert not trains_within(pipe, 2 * LAYER, how)
@@ -102,9 +102,7 @@ def test_nothing_remains_on_the_device(trains: bool):
 
 
 @pytest.mark.parametrize("offload", [True, torch.float64])
-def test_each_stage_is_loaded_twice_and_the_host_waits_at_the_end_only(
-    offload: bool | torch.dtype, monkeypatch: pytest.MonkeyPatch
-):
+def test_stages_load_twice_without_blocking_host(offload: bool | torch.dtype, monkeypatch: pytest.MonkeyPatch):
     """The two stages that are computed last stay until their backwards."""
     pipe, seen = eight_layers(offload=offload), []
     leave = Offloaded.leave
@@ -124,7 +122,7 @@ def test_each_stage_is_loaded_twice_and_the_host_waits_at_the_end_only(
     assert seen[0]["synchronisations"] == 0
 
 
-def test_updates_right_after_a_step_and_after_an_evaluation():
+def test_updates_right_after_step_and_evaluation():
     pipe, plain, x = offloaded_and_plain()
     with accelerator.no_races():
         for _ in range(2):

@@ -17,7 +17,7 @@ def model() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("k", range(DEVICES))
-def test_every_layer_has_seconds_and_the_bytes_of_a_cpu(k: int):
+def test_profile_has_seconds_and_bytes_of_cpu(k: int):
     library()
     here, cpu = (profile(model(), x, device=where, timeout=0.01) for where in (device(k), "cpu"))
     assert min(here.seconds) > 0
@@ -32,7 +32,7 @@ def test_it_is_the_default_device():
     assert profile_sizes(model(), x, 2, 2.0, None) == profile_sizes(model(), x, 2, 2.0, "cpu")
 
 
-def test_seconds_are_those_of_the_current_stream():
+def test_seconds_are_measured_on_current_stream():
     library()
     with use_stream(new_stream(1)):
         assert min(profile_seconds(model(), x, device=device(1), timeout=0.01)) > 0

@@ -1,4 +1,4 @@
-"""Saved tensors that go to the host and come back: no races, as the plain model, and few on a device at a time."""
+"""Saved tensors offloaded to the host: no races, the plain model's results, and few on a device at a time."""
 
 import copy
 import math
@@ -18,13 +18,13 @@ from . import accelerator, test_model, test_tied
 from .models import HOWS, OF_ALL, assert_trains_like, model, piped, some_of, squares, whole_squares
 from .placements import PLACEMENTS, STREAMS, UNEVEN
 
-# Of torch, once a process: with nodes that are kept it has to order streams.
+# torch warns once per process: it must order streams for nodes that are kept alive.
 pytestmark = [pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")]
 
 
 @pytest.fixture(autouse=True)
 def every_size(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Also the small tensors of these models move."""
+    """Offload even the small tensors of these models."""
     with monkeypatch.context() as patched:
         patched.setattr(_saved, "SMALL", 0)
         yield
@@ -68,7 +68,7 @@ ROWS, WIDTH, DEPTH, CHUNKS = 16, 64, 6, 8
 
 
 class Row(nn.Module):
-    """The same layers as :func:`deep`, called by a forward of the model's own."""
+    """The same layers as in :func:`deep`, called by the model's own forward."""
 
     def __init__(self, blocks: nn.Sequential) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def train(pipe: GPipe, x: torch.Tensor, how: str) -> None:
 
 
 def smallest(mode: str, how: str, own_forward: bool) -> int:
-    """The bytes on the device that suffice for a step, beside what is there between steps."""
+    """Return the number of bytes that a step needs on the device, more than are in use between steps."""
     places = [accelerator.device(0)] * 2
     layers = deep()
     if own_forward:
@@ -128,9 +128,9 @@ CELL = ROWS * WIDTH * 4
 @pytest.mark.parametrize("own_forward", [False, True])
 @pytest.mark.parametrize("how", ["call", "fill_drain", "looped_bfs"])
 def test_a_device_holds_what_two_cells_save(how: str, own_forward: bool):
-    """Beside inputs and outputs of all cells, which a pipe that recomputes holds too.
+    """It also holds inputs and outputs of all cells, like a pipe that recomputes.
 
-    Where the loss of each micro-batch follows its forward, the last stage also holds its output and the gradient of it.
+    If the loss of each micro-batch directly follows its forward, the last stage also holds its output and gradient.
     """
     never, always, offload = (smallest(mode, how, own_forward) for mode in ("never", "always", "offload"))
     of_losses = 0 if own_forward or how == "call" else 2 * CHUNKS
@@ -140,7 +140,7 @@ def test_a_device_holds_what_two_cells_save(how: str, own_forward: bool):
 
 @pytest.mark.parametrize("how", ["fill_drain", "1f1b"])
 def test_tensors_of_many_bytes(how: str):
-    """Also where the limit below which they stay is as it is."""
+    """The size limit of offloading has its default value."""
     plain, x = deep(), torch.randn(CHUNKS * ROWS, WIDTH)
     pipe = GPipe(copy.deepcopy(plain), [1, 1], devices=[accelerator.device(0)] * 2, chunks=CHUNKS, checkpoint="offload")
     with accelerator.no_races():
@@ -165,7 +165,7 @@ def test_nothing_remains_on_the_device():
 
 
 def test_copies_do_not_hold_up_computations():
-    """They run on streams of their own, each after what it needs alone."""
+    """They run on separate streams, each after only its own inputs."""
     device = accelerator.device(0)
     compute, link = torch.accelerator.current_stream(device), HostLink.of(device)
     leaving = Leaving()
@@ -213,7 +213,7 @@ def test_the_host_waits_for_no_copy(how: str, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("how", ["call", "fill_drain", "1f1b"])
 def test_a_failure_in_a_backward_leaves_nothing(how: str):
-    """Copies to the device that no backward has waited for are in order with what comes later."""
+    """Pending copies to the device that no backward has used are ordered before later work."""
     places = [accelerator.device(0)] * 2
     layers, calls = deep(), list[int]()
     pipe = GPipe(layers, [1, 1], devices=places, chunks=CHUNKS, checkpoint="offload")

@@ -33,7 +33,7 @@ class Trunk(nn.Module):
 
 
 class Model(nn.Module):
-    """The weight of its head is the embedding's, on the first device, or one of its own on the last."""
+    """The head's weight is the embedding's, on the first device, or a separate one on the last."""
 
     def __init__(self, *, tied: bool) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def _module(self: Any, tokens: Tensor) -> Tensor:
 
 
 def _to_weight(self: Any, tokens: Tensor) -> Tensor:
-    """As TRL does."""
+    """Use the head's weight like TRL."""
     hidden = self.trunk(tokens).to(self.head.weight.device)
     return _loss(hidden @ self.head.weight.t(), tokens.to(hidden.device))
 
@@ -90,7 +90,7 @@ def _loss(logits: Tensor, tokens: Tensor) -> Tensor:
 @pytest.mark.parametrize("forward", [_function, _operation, _module, _to_weight, None])
 @pytest.mark.parametrize("options", [{}, {"offload": True}, {"checkpoint": "always"}], ids=["", "offload", "always"])
 def test_it_trains_as_the_plain_model(forward: Callable[..., Tensor] | None, tied: bool, options: Any) -> None:
-    """So does a method of the model."""
+    """A method of the model does as well."""
     torch.manual_seed(0)
     plain, tokens = Model(tied=tied), torch.randint(9, (6, 5))
     pipe = GPipe(copy.deepcopy(plain), devices=[device(0), device(1)], chunks=3, **options)
@@ -132,7 +132,7 @@ def _divides_by_norm(model: Any, tokens: Tensor) -> None:
 
 @pytest.mark.parametrize("offload", [False, True, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("method", [_clamps, _trains, _divides_by_norm])
-def test_a_method_leaves_what_it_leaves_in_the_plain_model(method: Callable[..., None], offload: Any) -> None:
+def test_method_has_same_effects_as_in_plain_model(method: Callable[..., None], offload: Any) -> None:
     """It may change parameters, train them, or read them without gradients."""
     Model.method = method
     torch.manual_seed(0)

@@ -13,7 +13,7 @@ from .placements import devices
 
 
 def scaled() -> nn.Module:
-    """Has a parameter, and a buffer that nobody changes."""
+    """Return a layer with a parameter, and a constant buffer."""
     scale = torch.arange(WIDTH, dtype=torch.float64)
     return Layer(lambda s, x: torch.tanh(s.m[0](x)) * s.scale, linear(), scale=scale)
 
@@ -27,7 +27,7 @@ def model() -> nn.Sequential:
     return nn.Sequential(*layers, Tied(first))
 
 
-def test_a_buffer_of_several_layers_is_where_the_first_of_them_is():
+def test_shared_buffer_stays_with_first_layer():
     mask = torch.arange(WIDTH, dtype=torch.float64)
     first, last = (Layer(lambda s, x: x * s.mask, mask=mask) for _ in range(2))
     layers = nn.Sequential(first, linear(), last)
@@ -37,7 +37,7 @@ def test_a_buffer_of_several_layers_is_where_the_first_of_them_is():
     assert_trains_like(layers, pipe, "1f1b", "own")
 
 
-def test_owners_on_several_devices_in_a_backward_of_the_caller_s():
+def test_tied_owners_on_several_devices():
     first, second = linear(), linear()
     layers = nn.Sequential(first, second, nn.Sequential(Tied(first), Tied(second)))
     pipe = GPipe(copy.deepcopy(layers), [1, 1, 1], devices=devices("three devices"), chunks=3)

@@ -15,15 +15,15 @@ ON_ONE_DEVICE = (
     "workers compute on the default streams",
     "an inline run stays on the streams of its caller",
 )
-"""Faults that show without a second device, and not only where memory is freed.
+"""Faults detectable on a single device, in more than frees of memory.
 
-Those of a backward on other streams do not: on one device autograd itself lets the streams of a forward and those of
-its backward wait for each other.
+Faults in a backward on different streams are not: on a single device, autograd itself synchronizes the streams of the
+forward and the backward.
 """
 
 
 def races() -> list[str]:
-    """Those of reading and writing. Memory that is freed may go back to a stream that waits before it is used again."""
+    """Return races between reads and writes. Freed memory may return to a stream that waits before reusing it."""
     return [race.text for race in found() if not race.text.startswith("FREE")]
 
 

@@ -1,4 +1,4 @@
-"""Run the steps of a part one after the other, within its time."""
+"""Run the steps of a part in order, within its time."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from typing import IO, NamedTuple
 from .steps import ROOT, Part, Step
 
 LEAST = 5.0
-"""Seconds with which it makes sense to begin a step."""
+"""Minimum number of seconds left to start another step."""
 GRACE = 5.0
 """Seconds for the stacks of a step that was stopped."""
 
 
 class Outcome(NamedTuple):
-    """What came of a step: in a few words, after how many seconds, its output, and the names of tests that failed."""
+    """The result of a step: a short message, its seconds, its output, and the names of failed tests."""
 
     step: Step
     words: str
@@ -37,7 +37,7 @@ class Outcome(NamedTuple):
 
 
 def outcomes(part: Part, log: Path, *, gpu: bool) -> Iterator[Outcome]:
-    """Of each step, when it is done. What it prints goes to ``log`` as it comes."""
+    """Yield the outcome of each step when it has finished, streaming its output to ``log``."""
     end = time.monotonic() + part.seconds
     with log.open("w", encoding="utf-8") as out:
         for step in part.steps:
@@ -55,7 +55,7 @@ def outcomes(part: Part, log: Path, *, gpu: bool) -> Iterator[Outcome]:
 
 
 def _words(step: Step, out: IO[str], limit: float, *, gpu: bool) -> str:
-    """Why it was not run, or what went wrong; nothing if all went well."""
+    """Run a step. Return why it was not run or went wrong; an empty string on success."""
     if importlib.util.find_spec(step.needs) is None:
         return f"not run: no {step.needs}"
     if not gpu:
@@ -80,12 +80,12 @@ def _run(step: Step, out: IO[str], limit: float) -> int | None:
         return None
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)  # with what it has started
+            os.killpg(child.pid, signal.SIGKILL)  # the whole process group
         child.wait()
 
 
 def _found(step: Step) -> str:
-    """How many tests there are, so that a wrong name is seen where there is no GPU."""
+    """Return the number of collected tests, so that a wrong name is detected without a GPU."""
     if not step.tests:
         return ""
     command = [*step.command, "--collect-only", "-q"]

@@ -1,4 +1,4 @@
-"""The page: on what it ran, what came of it, and the tables."""
+"""The page: the machine, the outcomes, and the tables."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def machine() -> str:
 
 
 def _revision() -> str:
-    """What git says; a copy of the files without a repository has none."""
+    """Return the output of git describe, or "unknown" without a repository."""
     command = ["git", "describe", "--always", "--dirty"]
     try:
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
@@ -58,7 +58,7 @@ def _failures(outcome: Outcome) -> str:
 
 
 def _output(outcome: Outcome) -> str:
-    """Of programs what they found; of tests the end of what they printed, if something went wrong."""
+    """Return the tables printed by a program, or the end of the output of a failed step."""
     lines = outcome.output.strip().splitlines()
     if not lines or (outcome.step.tests and outcome.good):
         return ""

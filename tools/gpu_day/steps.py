@@ -1,4 +1,4 @@
-"""What each part does, in the order of how much the rest depends on it, and how long each step may take."""
+"""The steps of each part, the most important first, and their time limits."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Step(NamedTuple):
         title: what it is for.
         arguments: of Python.
         limit: seconds.
-        tests: whether they are those of pytest.
-        needs: a module without which it is not run.
+        tests: whether the command is pytest.
+        needs: a module without which the step is skipped.
         settings: more environment variables.
     """
 
@@ -83,7 +83,7 @@ PARTS = {
         (
             _tests(
                 "tests",
-                "All tests that need a GPU, those of virtual devices first",
+                "All tests that need a GPU, virtual devices first",
                 480,
                 "packages/gpipe/tests/test_virtual.py",
                 "packages",
@@ -106,7 +106,7 @@ PARTS = {
             _program("peaks", "Peak of memory against micro-batches", 80, "peaks"),
             _program("copies", "A stage on the CPU before one on the GPU: do copies overlap?", 60, "copies"),
             _program("transformer", "A transformer of 8 layers", 80, "transformer"),
-            _program("whole loss", "A loss of all rows beside a call and 1F1B", 60, "whole_loss"),
+            _program("whole loss", "A full-batch loss, a call and 1F1B", 60, "whole_loss"),
             _program("plans", "Plans: predicted and measured", 120, "plans"),
             Step("benchmarks", "Benchmarks", ("-m", "benchmarks", "cuda"), 100, needs="rich"),
         ),

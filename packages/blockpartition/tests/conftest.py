@@ -1,4 +1,4 @@
-"""What these tests need where they are run by themselves, from the package's own archive."""
+"""Settings for running these tests standalone, from the package's own archive."""
 
 from hypothesis import settings
 

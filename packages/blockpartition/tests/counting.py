@@ -7,7 +7,7 @@ from typing import Any
 
 
 def steps(call: Callable[..., object], *arguments: Any, **keywords: Any) -> int:
-    """Lines run during the call, a line of a loop or a comprehension once for each turn."""
+    """Count the lines executed during a call, including repeated ones."""
     count = 0
 
     def count_line(frame: FrameType, event: str, argument: Any) -> Any:

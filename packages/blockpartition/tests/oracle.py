@@ -1,4 +1,4 @@
-"""Every partition and placement there is, in rational arithmetic: slow, obvious, right."""
+"""Brute force over all partitions and placements, in rational arithmetic: slow, obvious, right."""
 
 import math
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ def makespan(times: list[Fraction], microbatches: int) -> Fraction:
 
 
 def factors_of(in_flight, k: int, microbatches: int | None) -> list:
-    """How many micro-batches each stage holds at once."""
+    """Return the number of micro-batches in flight per stage."""
     if isinstance(in_flight, list):
         return in_flight
     one_f_one_b = [min(k - j, microbatches or k) for j in range(k)]
@@ -56,7 +56,7 @@ def outcomes(
     pin=(),
     microbatches=None,
 ) -> Iterator[list[Fraction]]:
-    """What each stage takes, in every placement that keeps the constraints."""
+    """Yield the cost of every stage, for every placement that satisfies the constraints."""
     n, k = len(costs), len(stages)
     alone = memory is None and activations is None
     held, kept = costs if alone else memory or [0] * n, activations or [0] * n
@@ -79,12 +79,12 @@ def outcomes(
 
 
 def agrees(value, exact: Fraction) -> bool:
-    """Whether the value is this number: exactly, or as a float, correctly rounded."""
+    """Return whether the value equals this number, exactly or as a correctly rounded float."""
     return value == exact or (isinstance(value, float) and value == rounded(exact))
 
 
 def at_most(value, exact: Fraction) -> bool:
-    """Whether the value, before it was rounded to a float, can have been at most this number."""
+    """Return whether the value, before rounding to a float, can have been at most this number."""
     return value <= exact or (isinstance(value, float) and value <= rounded(exact))
 
 

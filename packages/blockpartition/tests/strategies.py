@@ -1,4 +1,4 @@
-"""Valid problems: the small ones an oracle can answer, made of the numbers that break solvers."""
+"""Small valid problems that an oracle can solve, with numbers that break solvers."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -31,7 +31,7 @@ def costs(min_size: int = 1, max_size: int = MAX_LAYERS) -> st.SearchStrategy[li
     return st.one_of([st.lists(kind, min_size=min_size, max_size=max_size) for kind in kinds])
 
 
-# What may stand in a field that somebody has forged.
+# Possible values of a forged field.
 ODDITIES = st.one_of(
     st.integers(-1, 9), st.floats(), st.fractions(), st.booleans(), st.none(), st.text(max_size=2), st.just(()),
     st.lists(st.integers(-1, 9) | st.none() | st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=4).map(tuple),
@@ -63,7 +63,7 @@ class Placing:
     constraints: dict[str, Any]
 
     def placed(self, **more: Any) -> Placement | None:
-        """What `place` finds, with more arguments or others; None where nothing fits."""
+        """Return the result of `place` with updated arguments; None if infeasible."""
         try:
             return place(self.costs, self.stages, **{**self.constraints, **more})
         except Infeasible:

@@ -18,7 +18,7 @@ def squares(costs, found):
 
 @given(problems())
 @example(([0, 0, 0, 603, 3], 4))
-def test_exact_is_the_least_sum_of_squares_among_the_optima(problem):
+def test_exact_minimizes_sum_of_squares(problem):
     costs, k = problem
     found = partition(costs, k, even="exact")
     verify(found, costs)
@@ -34,8 +34,8 @@ def test_exact_is_never_less_even_than_quantile(problem):
 
 
 @given(large_problems())
-def test_ends_are_the_nearest_to_the_quantiles_that_the_others_allow(problem):
-    """Moving one end alone to another place brings it no nearer to its quantile, or breaks the bottleneck."""
+def test_each_end_is_nearest_to_its_quantile(problem):
+    """Moving a single end either brings it no nearer to its quantile, or exceeds the bottleneck."""
     costs, k = problem
     found = partition(costs, k)
     sums = list(accumulate(map(Fraction, costs), initial=Fraction(0)))
@@ -50,7 +50,7 @@ def test_ends_are_the_nearest_to_the_quantiles_that_the_others_allow(problem):
 
 @pytest.mark.parametrize("k", [5, 50, 500, 1500])
 def test_exact_takes_linear_time_on_any_sequence(k):
-    """Also where layers weigh more than the mean block, and where a block could hold many."""
+    """The cases include layers larger than the mean block, and blocks that could hold many layers."""
     random = Random(k)
     for costs in (
         [random.lognormvariate(0, 3) for _ in range(2000)],

@@ -26,7 +26,7 @@ def scaled(problem: Placing, factor: Fraction) -> list[Stage]:
 
 
 @given(placings())
-def test_the_smallest_factor_would_do_and_no_smaller_one(problem):
+def test_scale_is_smallest_sufficient_factor(problem):
     error = refusal(problem.costs, problem.stages, **problem.constraints)
     if error is None or error.scale is None:
         return
@@ -60,8 +60,8 @@ def test_where_no_factor_helps_endless_room_does(problem):
 
 
 @given(placings(max_layers=6, forbid=[], modes=False))
-def test_the_first_layer_that_fits_on_no_stage_is_named(problem):
-    """Each layer by itself, on each stage with what is in flight there, against a problem of that layer alone."""
+def test_error_names_first_layer_that_never_fits(problem):
+    """Compare with a separate single-layer problem per layer, on each stage with its micro-batches in flight."""
     error = refusal(problem.costs, problem.stages, **problem.constraints)
     if error is None or "capacit" not in str(error):
         return

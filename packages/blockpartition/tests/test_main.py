@@ -41,7 +41,7 @@ def test_costs_come_from_standard_input(run, stdin):
 
 @cases("costs", [["1" + "0" * 5000], ["1e999"], ["80Gb"], ["1", "-2"], [""]])
 @cases("stdin", [True, False])
-def test_what_is_no_list_of_costs_is_refused_in_one_line(run, capsys, costs, stdin):
+def test_invalid_costs_exit_with_one_line(run, capsys, costs, stdin):
     with pytest.raises(SystemExit) as exit_:
         run("1", stdin=" ".join(costs)) if stdin else run("1", "--costs", *costs)
     assert exit_.value.code == 2

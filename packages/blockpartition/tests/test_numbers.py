@@ -14,7 +14,7 @@ from .strategies import costs
 
 
 @given(costs(max_size=30))
-def test_a_sum_is_exact_or_correctly_rounded_and_of_the_kind_of_the_costs(numbers):
+def test_sums_are_exact_or_correctly_rounded(numbers):
     (load,) = partition(numbers, 1).loads
     assert agrees(load, sum(map(Fraction, numbers)))
     if float not in {type(x) for x in numbers}:

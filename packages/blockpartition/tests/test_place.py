@@ -1,4 +1,4 @@
-"""Placement against every placement there is, and what must hold where nobody can try all."""
+"""Placement compared with brute force, and properties that hold for problems too large for it."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -90,7 +90,7 @@ def test_the_result_describes_itself(problem, objective):
     assert oracle.agrees(found.imbalance, max(times) / mean if mean else 1)
 
 
-def test_cuts_follow_the_speeds_where_the_optimum_leaves_a_choice():
+def test_ties_are_cut_in_proportion_to_speeds():
     assert place([1] * 8 + [6], [Stage(1)] * 3).sizes == (4, 4, 1)
     assert place([1] * 9 + [100], [Stage(1), Stage(2), Stage(1)]).sizes == (3, 6, 1)
 
@@ -113,12 +113,12 @@ def test_large_placements_prove_themselves():
 
 
 @given(st.lists(SMALL, min_size=1, max_size=20), st.data(), st.integers(1, 20))
-def test_equal_stages_without_transfers_have_the_same_best_for_both(costs, data, m):
+def test_both_objectives_agree_for_equal_stages(costs, data, m):
     """The latency is the sum of all costs, wherever the cuts are."""
     k = data.draw(st.integers(1, len(costs)))
     found = place(costs, k, objective="makespan", microbatches=m)
     assert found.makespan == sum(map(Fraction, costs)) + (m - 1) * place(costs, k).bottleneck
-    assert place(costs, 1, objective="makespan", microbatches=m, gap=1).gap == 0  # less than was asked for is proven
+    assert place(costs, 1, objective="makespan", microbatches=m, gap=1).gap == 0  # a gap below the limit is proven
 
 
 KEEP = Mode("keep")
@@ -134,7 +134,7 @@ def test_only_stages_short_of_memory_recompute():
     verify(found, [3] * 8, stages, activations=[2] * 8, in_flight="1f1b")
 
 
-def test_of_two_modes_as_good_the_earlier_is_chosen():
+def test_first_of_equally_good_modes_is_chosen():
     for modes in ([Mode("a"), Mode("b")], [Mode("b"), Mode("a")]):
         assert place([1, 1], [Stage(modes=modes)] * 2).modes == (modes[0].name,) * 2
 
@@ -154,7 +154,7 @@ def drawn(n: int, limit: int) -> list[int]:
 
 
 @cases("constraints", [{}, {"transfer": 300}, {"memory": 1000}])
-def test_placements_grow_with_layers_and_stages_not_with_their_product(constraints):
+def test_place_scales_with_layers_plus_stages(constraints):
     counts = []
     for n, k in ((500, 20), (4000, 160)):
         call = {name: drawn(n, value) for name, value in constraints.items()}
@@ -162,7 +162,7 @@ def test_placements_grow_with_layers_and_stages_not_with_their_product(constrain
     assert counts[1] < 8 * 2 * counts[0]
 
 
-def test_a_makespan_is_verified_by_a_few_looks_at_each_pair_of_positions_for_each_stage():
+def test_verify_makespan_is_quadratic_per_stage():
     n, k = 200, 6
     costs, call = drawn(n, 1000), {"transfer": drawn(n, 300), "microbatches": 8, "objective": "makespan"}
     found = place(costs, k, **call)
@@ -183,8 +183,8 @@ GROWTHS = {
 
 @cases("growth", list(GROWTHS))
 @cases("share", [2, 3, 10])
-def test_eight_times_as_many_layers_and_blocks_take_about_eight_times_as_many_steps(growth, share):
-    """Lines run, not seconds. A search may take a few passes more or less: so of several sizes together."""
+def test_steps_grow_linearly_with_layers(growth, share):
+    """Count executed lines instead of seconds. Several sizes are summed, since a search may need a few passes more."""
     costs = GROWTHS[growth]
     few, many = (sum(steps(partition, costs(n), n // share) for n in (m, m + m // 4)) for m in (300, 2400))
     assert many < 8 * 1.6 * few

@@ -20,14 +20,14 @@ def accepted(found: Partition | Placement, costs, stages=None, **constraints) ->
 
 
 def truthful(costs, ends, witness) -> Partition:
-    """A partition with these ends that says nothing untrue about itself, but for what the witness proves."""
+    """Return a partition with these ends whose fields are all true, except for the claim its witness proves."""
     placed = place(costs, len(ends) - 1, pin=ends[1:-1])
     return Partition(placed.sizes, placed.loads, placed.bottleneck, placed.lower_bound, placed.imbalance, witness)
 
 
 @given(problems(max_size=6), st.data())
 def test_no_witness_proves_a_worse_partition(problem, data):
-    """Not even where it is worse by one unit; and one of them proves each of the best."""
+    """One unit above the optimum is already rejected, and every optimum has a witness."""
     costs, k = problem
     ends = data.draw(st.sampled_from(list(oracle.all_ends(len(costs), k))))
     best = max(oracle.loads(costs, ends)) == oracle.least_bottleneck(costs, k)
@@ -37,7 +37,7 @@ def test_no_witness_proves_a_worse_partition(problem, data):
 
 @given(problems(max_size=6), st.sampled_from([field.name for field in fields(Partition)]), ODDITIES)
 def test_no_field_can_be_forged(problem, name, value):
-    """Whatever stands in a field: verify returns only if the field is true, and raises nothing unforeseen."""
+    """For any value of a field, verify returns only if it is true, and raises only the documented errors."""
     costs, k = problem
     honest = partition(costs, k)
     forged = replace(honest, **{name: value})
@@ -69,7 +69,7 @@ def test_what_is_no_partition_is_named():
         verify([[1], [2]], [1, 2])
 
 
-def test_each_result_is_verified_with_the_arguments_it_came_from():
+def test_verify_requires_arguments_of_the_result():
     with pytest.raises(TypeError, match=r"^a plain partition has no stages"):
         verify(GOOD, [1, 2, 3, 4, 5, 6], 3)
     with pytest.raises(TypeError, match=r"^a plain partition has no stages"):
@@ -80,7 +80,7 @@ def test_each_result_is_verified_with_the_arguments_it_came_from():
 
 @given(placings(max_layers=6), st.sampled_from(["bottleneck", "makespan"]), st.data())
 def test_an_accepted_placement_is_optimal(problem, objective, data):
-    """Parts of other placements, each right in itself, do not add up to a proof."""
+    """Pieces of different placements, each of them correct, do not combine into a proof."""
     n, k = len(problem.costs), len(problem.stages)
     ends = data.draw(st.sampled_from(list(oracle.all_ends(n, k))))
     best = problem.placed(objective=objective)
@@ -103,7 +103,7 @@ def test_an_accepted_placement_is_optimal(problem, objective, data):
 
 @given(placings(max_layers=6))
 def test_what_does_not_fit_is_refused(problem):
-    """However fast it would be."""
+    """However fast it would be, it is rejected."""
     roomy = replace(problem, stages=[replace(stage, capacity=None) for stage in problem.stages])
     found = roomy.placed()
     if found is not None and accepted(found, problem.costs, problem.stages, **problem.constraints):
@@ -117,7 +117,7 @@ def test_what_does_not_fit_is_refused(problem):
     ODDITIES,
 )
 def test_no_field_of_a_placement_can_be_forged(problem, name, objective, value):
-    """Whatever stands in a field: verify returns only if the field is true, and raises nothing unforeseen."""
+    """For any value of a field, verify returns only if it is true, and raises only the documented errors."""
     honest = problem.placed(objective=objective)
     if honest is None:
         return
@@ -126,9 +126,9 @@ def test_no_field_of_a_placement_can_be_forged(problem, name, objective, value):
         verify(forged, problem.costs, problem.stages, objective=objective, gap=1, **problem.constraints)
     except (TypeError, ValueError):
         return
-    if name == "sizes":  # another placement, just as good and with the same description
+    if name == "sizes":  # an equally good placement with the same description
         assert sum(forged.sizes) == len(problem.costs)
-    elif name == "gap":  # to promise less than what is proven is true as well
+    elif name == "gap":  # promising less than is proven is true as well
         assert objective == "makespan" or value == 0
         assert 0 <= value <= 1
     elif name != "witness":
@@ -140,7 +140,7 @@ def test_a_pinned_cut_is_missed():
         verify(place([3, 1, 2], 2), [3, 1, 2], 2, pin=[2])
 
 
-def test_a_gap_is_accepted_only_as_far_as_it_was_asked_for():
+def test_verify_rejects_gap_above_requested():
     costs = [(7 * i * i) % 23 + 1 for i in range(20)]
     transfer = [(13 * i * i) % 19 for i in range(20)]
     call = {"stages": [Stage(1), Stage(2), Stage(1), Stage(3)], "transfer": transfer, "microbatches": 4}

@@ -28,7 +28,7 @@ class Clean(NamedTuple):
 
 
 class Noted(nn.Module):
-    """A model that is flattened, with arguments by name."""
+    """A flattened model that takes keyword arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def tokens() -> Tensor:
 
 
 def spread(s: Layer, x: Tensor) -> Tensor:
-    """Experts, each of which computes the rows that are sent to it."""
+    """Run experts, each on the rows routed to it."""
     chosen, y = s.m[0](x).argmax(1), torch.zeros_like(x)
     for k, expert in enumerate(s.m[1:]):
         y[chosen == k] = expert(x[chosen == k])
@@ -73,7 +73,7 @@ def spread(s: Layer, x: Tensor) -> Tensor:
 
 
 def remembered(s: Layer, x: Tensor) -> Tensor:
-    """With a cache of what does not depend on rows."""
+    """Use a cached tensor that does not depend on rows."""
     if s.cache is None or len(s.cache) != x.shape[1]:
         s.cache = torch.arange(x.shape[1], dtype=x.dtype).cos()
     return x * s.cache
@@ -114,7 +114,7 @@ OF_ALL_ROWS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "a mean over classes": lambda y, t: torch.stack([y[t == k].square().mean() for k in range(WIDTH)]).mean(),
     "with metrics": lambda y, t: (F.cross_entropy(y, t).sqrt(), {"hits": (y.argmax(1) == t).float().mean()}),
 }
-"""Losses of which is not known how those of micro-batches add up."""
+"""Losses with an unknown reduction."""
 
 CLEAN: dict[str, Callable[[], Clean]] = {
     "a sparse buffer by rows": lambda: chain(SparseBuffer("to_sparse_csr"), nn.Linear(6, 6), sample=torch.rand(8, 6)),

@@ -1,4 +1,4 @@
-"""Fixtures that several files ask for by name."""
+"""Fixtures used by several files."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ worlds = pytest.fixture(scope="session")(of_each_size)
 
 @pytest.fixture(autouse=True, scope="session")
 def small_tensors_move() -> Iterator[None]:
-    """With ``checkpoint="offload"``, also the small tensors of these tests go to the host."""
+    """Offload even the small tensors of these tests with ``checkpoint="offload"``."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(_saved, "SMALL", 0)
         yield
@@ -23,7 +23,7 @@ def small_tensors_move() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def short_measurements() -> Iterator[None]:
-    """Layers of tests take microseconds, or far longer than the others: a few rounds tell, instead of a second."""
+    """Measure a few rounds instead of a second, since test layers take microseconds, or far longer than the rest."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(of_plans, "SECONDS", 0.02)
         patched.setitem(of_blocks.measured.__kwdefaults__, "timeout", 0.2)
@@ -32,7 +32,7 @@ def short_measurements() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the cases of a test over several processes, which take long, the first stands for all."""
+    """Run only the first case of each test over several processes, since they are slow; mark the others long."""
     cases: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
         if "worlds" in getattr(item, "fixturenames", ()):

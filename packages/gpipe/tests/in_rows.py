@@ -1,4 +1,4 @@
-"""A layer with an 8-bit weight and a scale for each row, as bitsandbytes has it: the weight is in attributes, too."""
+"""A layer with an 8-bit weight and per-row scales, as in bitsandbytes, whose attributes refer to the weight."""
 
 from __future__ import annotations
 

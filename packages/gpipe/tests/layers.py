@@ -66,7 +66,7 @@ class Stash(nn.Module):
 
 @skippable(pop=["skip"])
 class Pop(nn.Module):
-    """Returns what a function makes of its input and the skip, by default the sum."""
+    """Combine its input and the skip with a function, by default addition."""
 
     def __init__(self, join: Callable[[Any, Any], Any] = operator.add) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def on_backward(x: Tensor, function: Callable[[], object]) -> Tensor:
 
 
 def blocks(x: Tensor) -> Tensor:
-    """The identity, through which no gradient flows."""
+    """Return the identity, but stop the gradient."""
     found: Tensor = OnGradient.apply(x, lambda gradient: None)
     return found
 
@@ -114,7 +114,7 @@ class Overwrites(torch.autograd.Function):
 
 
 class AddsLoss(torch.autograd.Function):
-    """The identity, whose backward trains a loss beside that of the model."""
+    """The identity, whose backward also trains an additional loss."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
@@ -150,13 +150,13 @@ def linears(layers: int = 3, width: int = 3) -> nn.Sequential:
 
 
 def rows(count: int = 6, width: int = 3, **options: Any) -> Tensor:
-    """Some input, the same in every call."""
+    """Return the same input in every call."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(count, width, dtype=DOUBLE, generator=generator).requires_grad_(options.pop("grad", False))
 
 
 def numbered(count: int) -> Tensor:
-    """One row for each micro-batch, which tells its number."""
+    """Return one row per micro-batch, containing its index."""
     return torch.arange(float(count), dtype=DOUBLE)[:, None]
 
 
@@ -170,7 +170,7 @@ def gradients(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def assert_same(left: nn.Module, right: nn.Module) -> None:
-    """Equal gradients of all parameters, by name."""
+    """Check that the gradients of all parameters are equal."""
     tolerance = 1e-10 if next(left.parameters()).dtype is DOUBLE else 1e-4
     torch.testing.assert_close(gradients(left), gradients(right), rtol=tolerance, atol=tolerance)
 
@@ -198,13 +198,13 @@ def counted(output: Tensor, target: Any = None) -> LossSum:
 
 
 ALL_ROWS = "all rows"
-"""Beside the names of schedules, a step whose loss is computed once, on all rows."""
+"""A step whose loss is computed once, on the full batch; used like the name of a schedule."""
 
 
 def trained(
     module: nn.Module, x: Any, schedule: str | None = None, loss_fn: Callable[..., Any] = squares
 ) -> tuple[Tensor, Any]:
-    """Loss and output of a training step; without a schedule by a call and its backward, as of the plain model."""
+    """Return loss and output of a training step. Without a schedule, call the module, then run the backward."""
     if isinstance(module, GPipe) and schedule == ALL_ROWS:
         return module.step(x, loss_fn=lambda *of_all: loss_fn(*of_all), return_outputs=True)
     if isinstance(module, GPipe) and schedule is not None:
@@ -219,7 +219,7 @@ def trained(
 
 
 def started(function: Callable[[], Any]) -> Future[Any]:
-    """What ``function`` returns or raises, on a thread."""
+    """Call ``function`` on a new thread, and return a future of its result."""
     future: Future[Any] = Future()
 
     def work() -> None:
@@ -252,9 +252,9 @@ def state(module: nn.Module) -> Any:
 
 
 def within(seconds: float, function: Callable[[], Any]) -> Any:
-    """What ``function`` returns or raises, on a thread; TimeoutError if it does neither.
+    """Return the result of ``function`` on a new thread, or raise TimeoutError.
 
-    ``seconds`` are more than a quiet machine needs; a busy one has ten times as long.
+    ``seconds`` suffice on an idle machine; the limit is ten times as long, for busy ones.
     """
     return started(function).result(10 * seconds)
 

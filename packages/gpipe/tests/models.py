@@ -1,7 +1,7 @@
-"""Random models out of what people build models of, and what to compare of them.
+"""Random models of typical layers, and functions to compare them.
 
-Every part takes and gives ``(rows, 4, 6)``, so that any sequence of them is a model; one of several layers may have
-other shapes inside. On its way that tensor may stand in a tuple or a dict, among integers, constants and None.
+Every part takes and returns ``(rows, 4, 6)``, so that any sequence of them is a model. Inside a part with several
+layers, shapes may differ. Between layers, the tensor may be in a tuple or dict, with integers, constants and None.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def attention(dropout: float) -> nn.Module:
 
 
 def lookup() -> nn.Module:
-    """An embedding of integers that are made of the value on the way."""
+    """Return an embedding of integers computed from the input."""
     return Layer(lambda s, x: x + s.m[0]((x.detach()[..., 0] * 3).long().abs() % 5), nn.Embedding(5, WIDTH))
 
 
@@ -106,7 +106,7 @@ def residual(inner: nn.Module) -> nn.Module:
 
 
 def fresh() -> nn.Module:
-    """Gives memory of its own, which nobody needs as it is."""
+    """Return a layer whose output is a new tensor that is not saved for the backward."""
     return Call(lambda x: x * 0.9)
 
 
@@ -126,7 +126,7 @@ class InPlace(nn.Module):
 
 
 def counts() -> Layer:
-    """Counts its calls in a buffer and another buffer, both of which its output depends on."""
+    """Return a layer that counts its calls in two buffers, and whose output depends on both."""
 
     def forward(s: Layer, x: Tensor) -> Tensor:
         s.calls += 1
@@ -256,7 +256,7 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to make a model, and how to train it; printed where a property fails."""
+    """Everything needed to create and train a model; printed if a property fails."""
 
     layers: tuple[tuple[str, str], ...]
     """The kind of value that each layer is given, ``tensor``, ``tuple`` or ``dict``, and its name in PARTS."""
@@ -268,7 +268,7 @@ class Recipe:
     rows: tuple[int, ...]
     chunks: int
     checkpoint: str | tuple[str, ...]
-    """Of all stages, or of each."""
+    """One mode for all stages, or one per stage."""
     dtype: torch.dtype
     training: bool
     input_needs_grad: bool
@@ -277,7 +277,7 @@ class Recipe:
     accumulates: bool = False
     """Gradients of all mini-batches add up."""
     overwrites: bool = False
-    """Layers that work in place do so on whatever they get, which torch refuses where a backward needs it."""
+    """If True, in-place layers modify any input, and torch raises if a backward needs it."""
 
     @property
     def by_microbatch(self) -> bool:
@@ -298,11 +298,11 @@ class Recipe:
         return balance_by(self.balance_seed, layers, self.stages)
 
     def modes(self, stages: int) -> str | list[str]:
-        """How a pipe of so many stages is to checkpoint."""
+        """Return the ``checkpoint`` argument for a pipe with this number of stages."""
         return self.checkpoint if isinstance(self.checkpoint, str) else list(self.checkpoint[:stages])
 
     def batches(self) -> list[Tensor]:
-        """A mini-batch for each entry of ``rows``, none of them a leaf, so that the first layer may work in place."""
+        """Return one mini-batch per entry of ``rows``, none of them a leaf, so that the first layer may be in-place."""
         generator = torch.Generator().manual_seed(self.seed)
         return [
             torch.randn(n, CHANNELS, WIDTH, generator=generator, dtype=torch.float64).to(self.dtype) for n in self.rows
@@ -312,7 +312,7 @@ class Recipe:
 def _in_order(recipe: Recipe, layers: Sequence[Sequence[nn.Module]]) -> list[nn.Module]:
     """The layers, the ones that change the kind of value where the next needs another, and the skips.
 
-    A layer that works in place gets memory of its own where torch would refuse the plain model.
+    An in-place layer gets a copy of its input if torch would otherwise raise for the plain model.
     """
     spaces = [Namespace() for _ in recipe.skips]
     kind, output = "tensor", "free"
@@ -368,7 +368,7 @@ def _recipes(layers: list[tuple[str, str]]) -> st.SearchStrategy[Recipe]:
 def pipe_of(
     recipe: Recipe, model: nn.Sequential, checkpoint: Any = None, devices: Callable[[int], list[str]] | None = None
 ) -> GPipe:
-    """A pipe of a copy of ``model``, with stages on the CPU unless ``devices`` says where so many are."""
+    """Return a pipe of a copy of ``model``, with stages on the CPU or on ``devices(number of stages)``."""
     balance = recipe.balance(len(model))
     return GPipe(
         copy.deepcopy(model),
@@ -381,7 +381,7 @@ def pipe_of(
 
 
 class Oracle(nn.Module):
-    """The model on the whole mini-batch, or where that is something else by design, on the micro-batches in a row."""
+    """The model on the full mini-batch, or in a loop over micro-batches if the results differ by design."""
 
     def __init__(self, recipe: Recipe, model: nn.Sequential) -> None:
         super().__init__()
@@ -397,7 +397,7 @@ class Oracle(nn.Module):
 
 
 class WholeNorms:
-    """What deferred batch norm promises: statistics that are updated once, with all rows of the mini-batch."""
+    """The expected effect of deferred batch norm: statistics updated once, from the full mini-batch."""
 
     def __init__(self, model: nn.Module) -> None:
         norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm1d) and m.track_running_stats]
@@ -415,11 +415,11 @@ class WholeNorms:
         for norm, whole, rows in self._seen:
             whole(torch.cat(rows))
             for own, buffer in zip(norm.buffers(), whole.buffers(), strict=True):
-                own.data.copy_(buffer)  # unseen by autograd, for which the backward of this forward is still to come
+                own.data.copy_(buffer)  # invisible to autograd, as the backward of this forward is still to come
 
 
 def optimize(model: nn.Module) -> None:
-    """What an optimizer does."""
+    """Apply one step of SGD."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.grad is not None:

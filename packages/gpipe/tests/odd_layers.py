@@ -1,6 +1,6 @@
-"""Layers that do what a pipe has to notice: they keep state, hook, draw, work in place, or leave tensors behind.
+"""Layers a pipe must handle: stateful, with hooks, random, in-place, or keeping tensors across calls.
 
-What they do is found by name, so that they can be pickled. All take and give ``(rows, WIDTH)`` in double precision.
+Functions have global names, so that layers can be pickled. All map ``(rows, WIDTH)`` to itself, in float64.
 """
 
 from collections import namedtuple
@@ -56,7 +56,7 @@ STATES: dict[str, tuple[Any, Callable[[Any], tuple[Any, float]]]] = {
     "dict anew": ({"calls": 1}, lambda v: ({"calls": v["calls"] + 1}, v["calls"] / 4)),
     "tensor": (torch.ones((), dtype=DOUBLE), lambda v: (v * 1.25, float(v))),
 }
-"""For each kind of state: the first one, and for any the next one and the factor that it stands for."""
+"""For each kind of state: an initial value, and a function that returns the next value and the current factor."""
 
 
 def attribute(s: Odd, x: Tensor) -> Tensor:

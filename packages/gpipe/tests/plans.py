@@ -1,4 +1,4 @@
-"""What plans are made of, without measuring: layers of made-up costs on made-up devices."""
+"""Inputs of plans without measurements: layers with made-up costs on made-up devices."""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -88,7 +88,7 @@ def space_of(measured: Measured, memory: int | None = None) -> SearchSpace:
 
 
 def looped(space: SearchSpace) -> list[SearchSpace]:
-    """The same model on these devices, with two stages on each."""
+    """Return the same model on these devices, with two stages on each."""
     measured, (link, *_) = space.measured, space.measured.links[1:] or [Link()]
     placements = placed(SCHEDULES, measured.devices, measured.layers)
     return [
@@ -106,7 +106,7 @@ def links_of(placement: Sequence[int], link: Link) -> tuple[Link, ...]:
 
 
 def everything(space: SearchSpace) -> Iterator[Candidate]:
-    """Every way to train in a space, replayed."""
+    """Replay every candidate of a space."""
     n, k = space.measured.layers, space.measured.stages
     for chunks in space.chunks:
         costs = space.measured.cut(chunks)

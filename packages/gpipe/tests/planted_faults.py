@@ -53,7 +53,7 @@ def function(forward: Callable[[Tensor], Tensor], *parts: nn.Module) -> Fault:
 
 
 def backward(change: Callable[[Tensor], Tensor], *, at: str = "input") -> Fault:
-    """A layer that changes its gradient: that of its input, of its output, or the one that reaches its weight."""
+    """Return a layer that changes a gradient: its input's, its output's, or the one that reaches its weight."""
     changes = {
         "input": lambda s, x: s.m[0](OnGradient.apply(x, change)),
         "output": lambda s, x: OnGradient.apply(s.m[0](x), change),
@@ -133,7 +133,7 @@ def kept(what: Callable[[Tensor], Any]) -> Fault:
 
 
 def kept_outside(what: Callable[[Tensor], Any], put: Callable[[Any], object], get: Callable[[], Any]) -> Fault:
-    """The same where no copy of the model copies it."""
+    """Return the same fault with state that a copy of the model does not include."""
     keeps = Layer(lambda s, x: (put(what(x)), x.tanh())[1])
     return Fault(nn.Sequential(linear(), keeps, Layer(lambda s, x: x + get()), linear()), rows())
 
@@ -168,7 +168,7 @@ def own(loss: Callable[[Tensor], Tensor]) -> Fault:
 
 
 def contrast(one: Tensor, other: Tensor) -> Tensor:
-    """Each row is told from all others of the batch."""
+    """Compute a contrastive loss, in which each row depends on the full batch."""
     return F.cross_entropy(F.normalize(one) @ F.normalize(other).T, torch.arange(len(one)))
 
 

@@ -1,4 +1,4 @@
-"""Any schedule at all: the steps of a training step in some order that respects what they need."""
+"""Random schedules: the steps of a training step in any order that respects their requirements."""
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain, cycle, pairwise, product
@@ -29,20 +29,20 @@ from gpipe.schedule import (
 )
 
 ALONE = ("1f1b", "fill_drain", "interleaved", "zero_bubble")
-"""The schedules that differ where each stage has a worker of its own."""
+"""Schedules that differ when each stage has its own worker."""
 each_schedule = pytest.mark.parametrize("schedule", ALONE)
 
 LOOPED = ("interleaved", "interleaved_zero_bubble", "looped_bfs")
 V_SHAPED = ("dualpipev", "zbv")
 
 CHOICES = st.lists(st.integers(0, 15), max_size=40).map(tuple)
-"""What :func:`some_schedule` chooses by."""
+"""The choices made by :func:`some_schedule`."""
 
 Scheduled = tuple[Schedule, int, list[int]]
 """A schedule, its micro-batches, and the worker of each stage."""
 
 Needs = dict[Step, set[Step]]
-"""For each step, the steps that come before it."""
+"""For each step, the steps that must precede it."""
 
 
 def some_schedule(
@@ -94,7 +94,7 @@ def _ordered(decisions: Iterator[int], needs: Needs) -> Iterator[Step]:
 
 
 def held(walk: Walk) -> list[int]:
-    """The most micro-batches of a stage of which each worker holds something at once."""
+    """Return, for each worker, the largest number of micro-batches in flight."""
     return [max(accumulate(_changes(steps)), default=0) for steps in walk]
 
 
@@ -113,7 +113,7 @@ def spans_of(walk: Walk, f: float, i: float, w: float) -> dict[Step, Span]:
 
 
 def idle(walk: Walk, f: float, i: float, w: float) -> float:
-    """How long the worker is idle that has the most to do."""
+    """Return the idle time of the busiest worker."""
     spans = spans_of(walk, f, i, w)
     busy = max(sum(spans[step].end - spans[step].start for step in steps) for steps in walk)
     return max(span.end for span in spans.values()) - busy
@@ -121,19 +121,19 @@ def idle(walk: Walk, f: float, i: float, w: float) -> float:
 
 @st.composite
 def balances(draw: st.DrawFn, layers: int, stages: int = 5) -> list[int]:
-    """How many layers each of some stages has."""
+    """Draw a balance of at most ``stages`` stages."""
     cuts = sorted(draw(st.sets(st.integers(1, layers - 1), max_size=stages - 1))) if layers > 1 else []
     return [b - a for a, b in pairwise([0, *cuts, layers])]
 
 
 def balance_by(seed: int, layers: int, stages: int) -> list[int]:
-    """A balance of so many stages at most; any is equally likely."""
+    """Return a random balance of at most ``stages`` stages, all equally likely."""
     cuts = torch.randperm(layers - 1, generator=torch.Generator().manual_seed(seed))[: min(stages, layers) - 1] + 1
     return [b - a for a, b in pairwise([0, *sorted(cuts.tolist()), layers])]
 
 
 def suited(schedule: str, pipe: GPipe) -> str:
-    """A schedule by its name, or another one if it wants the stages of ``pipe`` on other workers."""
+    """Return the schedule, or "zero_bubble" if it requires a different placement of stages."""
     places = [device.index for device in pipe.devices]
     in_v = len(places) % 2 == 0 and places == [*v_placement(len(places))]
     wrong = in_v if schedule in LOOPED else not in_v and schedule in V_SHAPED
@@ -162,14 +162,14 @@ def fitting(name: str, workers: int, loops: int) -> list[int]:
 
 @st.composite
 def names(draw: st.DrawFn) -> tuple[str, list[int]]:
-    """A schedule by its name, and a worker for each stage that suits it."""
+    """Draw the name of a schedule, and a placement that suits it."""
     name = draw(st.sampled_from(sorted(SCHEDULES)))
     return name, fitting(name, draw(st.integers(1, 4)), draw(st.integers(1, 3)))
 
 
 @st.composite
 def scheduled(draw: st.DrawFn) -> Scheduled:
-    """Any schedule with a name, some of its backwards split; its micro-batches, and the worker of each stage."""
+    """Draw a named schedule with some backwards split, its micro-batches, and the worker of each stage."""
     (name, placement), m = draw(names()), draw(st.integers(1, 9))
     split = draw(st.none() | st.sets(st.sampled_from(range(len(placement)))))
     return named(name, m, placement, draw(st.integers(0, m)), split), m, placement
@@ -177,7 +177,7 @@ def scheduled(draw: st.DrawFn) -> Scheduled:
 
 @st.composite
 def placed(draw: st.DrawFn) -> tuple[tuple[Program, ...], list[int]]:
-    """Programs, whole or a half of them, and a worker for each stage."""
+    """Draw programs, complete or only one half, and a worker per stage."""
     programs = fill_drain(*draw(runs()))
     m, n, stop = draw(runs())
     others = [one_forward_one_backward(m, n, stop), zero_bubble(m, n, stop)]
@@ -187,7 +187,7 @@ def placed(draw: st.DrawFn) -> tuple[tuple[Program, ...], list[int]]:
 
 @st.composite
 def shuffled(draw: st.DrawFn) -> list[Program]:
-    """Programs in which every stage has its actions in an order of its own, sense or nonsense."""
+    """Draw programs in which every stage has its actions in a random order, valid or not."""
     m, n, stop = draw(runs())
     return [tuple(draw(st.permutations(program))) for program in fill_drain(min(m, 3), min(n, 4), min(stop, 3))]
 
@@ -197,12 +197,12 @@ def steps_of(programs: tuple[Program, ...] | list[Program]) -> list[Step]:
 
 
 def needs(step: Step, present: set[Step]) -> Step | None:
-    """The step of another stage that has to come first, if there is one."""
+    """Return the step of a different stage that must precede this one, if any."""
     return next((needed for needed in requirement(step) if needed in present), None)
 
 
 def executed(walks: Sequence[Sequence[Step]]) -> list[Step]:
-    """What workers get done that walk these steps and wait for what they need: a model of the links, without time."""
+    """Return the completed steps of workers that wait for requirements: a model of the links, without time."""
     present = set(chain.from_iterable(walks))
     queues = [list(walk) for walk in walks]
     done: list[Step] = []

@@ -1,7 +1,7 @@
-"""Whatever is done with a pipe, in any order, leaves what it leaves when it is done with the model.
+"""Any sequence of operations on a pipe has the same effects as on the model.
 
-Steps, forwards and backwards with others between them, steps that fail or run out of memory, evaluations; and between
-them layers are frozen, hooked, replaced, copied, saved and loaded, moved to other partitions, checkpointed otherwise.
+Operations are steps, forwards and backwards with others between them, failing steps, and evaluations. Between them,
+layers are frozen, hooked, replaced, copied, saved and loaded, moved to other partitions, or change their checkpointing.
 """
 
 import copy
@@ -46,7 +46,7 @@ schedules = st.sampled_from([*sorted(SCHEDULES), "auto", "search"])
 
 
 class FailsError(Exception):
-    """What a layer raises."""
+    """Raised by layers."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Order:
     calls: int = 0
 
     def error(self, phase: str) -> Exception | None:
-        """What it fails with now, if it does; ``"backward"`` is asked for in the forward that has a backward."""
+        """Return the error to raise now, if any; ``"backward"`` is passed in the forward whose backward fails."""
         if self.phase != phase:
             return None
         self.calls += 1
@@ -67,7 +67,7 @@ class Order:
 
 
 ORDERS: list[Order] = []
-"""One, or none. Orders are no attributes of layers, which would be part of what these remember."""
+"""The current order, if any. It is not an attribute of layers, as that would become part of their saved state."""
 
 
 def fails(number: int) -> nn.Module:
@@ -151,12 +151,12 @@ class AnyOrder(RuleBasedStateMachine):
         if hasattr(self, "pipe"):
             self.pipe.close()
 
-    # What is compared.
+    # Comparisons.
 
     def forward(self, x: Tensor) -> tuple[Any, object]:
-        """What the model computes: micro-batch by micro-batch, or where layers draw, as a pipe of one partition.
+        """Return the model's output: computed by micro-batch or, with random layers, by a single-partition pipe.
 
-        And what has to live until the backward.
+        The second value must stay alive until the backward.
         """
         if self.draws:
             options: dict[str, Any] = {"chunks": self.pipe.chunks, "deferred_batch_norm": self.recipe.deferred}
@@ -171,12 +171,12 @@ class AnyOrder(RuleBasedStateMachine):
         return torch.randn(count, CHANNELS, WIDTH, generator=generator, dtype=DOUBLE)
 
     def done(self, work: Callable[[], Any]) -> Any:
-        """What ``work`` gives, and where it leaves the generator; always from the same state of it."""
+        """Return the result of ``work`` and the generator's state after it, starting from a fixed state."""
         torch.manual_seed(self.count)
         return work(), torch.get_rng_state()
 
     def expected_step(self, x: Tensor, loss: str) -> tuple[dict[str, Any], Any] | None:
-        """What a step gives, and the weights of its loss; None if there is nothing to train, and nothing changes."""
+        """Return a step's result and loss weights, without changing anything; None if there is nothing to train."""
         before, leaf = copy.deepcopy(self.plain.state_dict()), x.clone().requires_grad_()
         with gpipe.inline():
             output, _keeps = self.forward(leaf * 1)
@@ -189,7 +189,7 @@ class AnyOrder(RuleBasedStateMachine):
         return {"loss": total.detach(), "output": detached(output), "input": leaf.grad}, weights
 
     def weights(self, x: Tensor) -> Any:
-        """Those of the loss of a step; None if there is nothing to train. Nothing changes."""
+        """Return the weights of a step's loss, without changes; None if there is nothing to train."""
         before = copy.deepcopy(self.plain.state_dict())
         with gpipe.inline():
             output, _keeps = self.forward(x.clone().requires_grad_() * 1)
@@ -216,7 +216,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.assert_equal(dict(self.pipe.state_dict()), dict(self.plain.state_dict()))
 
     def align(self) -> None:
-        """After a failure that leaves the state open."""
+        """Resynchronize after a failure that leaves the state undefined."""
         with torch.no_grad():
             self.pipe.load_state_dict(self.plain.state_dict())
         self.forget()
@@ -226,7 +226,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.plain.zero_grad()
         self.waiting.clear()
 
-    # What is done.
+    # Rules.
 
     @rule(count=rows, loss=kinds_of_loss, schedule=schedules)
     def step(self, count: int, loss: str, schedule: str) -> None:
@@ -289,7 +289,7 @@ class AnyOrder(RuleBasedStateMachine):
         try:
             with gpipe.inline():
                 expected.backward()
-        except RuntimeError:  # of torch: what it needs was changed meanwhile
+        except RuntimeError:  # from torch: a tensor saved for the backward was changed
             self.forget()
             return
         try:
@@ -381,7 +381,7 @@ def tie(layers: list[nn.Module], pairs: list[tuple[int, int]]) -> None:
 
 
 def is_square(layer: nn.Module) -> bool:
-    """Whether a layer is like any other one of its kind."""
+    """Return whether a layer is interchangeable with others of its kind."""
     return isinstance(layer, OnMain) and type(layer.layer) is nn.Linear and layer.layer.weight.shape == (WIDTH, WIDTH)
 
 

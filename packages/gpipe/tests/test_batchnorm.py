@@ -1,4 +1,4 @@
-"""Deferred batch norm: running statistics of the whole mini-batch, once each, whatever the cut and the mode."""
+"""Deferred batch norm: running statistics are updated once per mini-batch, for any split and mode."""
 
 import copy
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def norms(draw: st.DrawFn) -> tuple[nn.Module, list[Tensor]]:
 def test_statistics_are_those_of_the_whole_mini_batch(problem: tuple[nn.Module, list[Tensor]], chunks: int, mode: str):
     plain, batches = problem
     if any(len(part) == 1 and part[0][0].numel() == 1 for x in batches for part in x.chunk(chunks)):
-        chunks = 1  # one value a channel has no variance
+        chunks = 1  # the variance of one value per channel is undefined
     pipe = GPipe(
         nn.Sequential(copy.deepcopy(plain)),
         [1],
@@ -54,7 +54,7 @@ def test_statistics_are_those_of_the_whole_mini_batch(problem: tuple[nn.Module, 
 
 
 def repeated(s: Layer, x: Tensor) -> Tensor:
-    """Calls batch norm as often as the first number of its input says, perhaps inside a checkpoint of its own."""
+    """Call batch norm a number of times given by the input's first element, perhaps in a nested checkpoint."""
 
     def norm(y: Tensor) -> Tensor:
         return s.m[0](y) * 2 + 1
@@ -66,7 +66,7 @@ def repeated(s: Layer, x: Tensor) -> Tensor:
 
 @st.composite
 def orders(draw: st.DrawFn, microbatches: int, stages: int) -> Schedule | str:
-    """A schedule by name, or one whose forwards come in any order, the same in all stages."""
+    """Draw a schedule: a named one, or one with forwards in any order, the same in all stages."""
     if draw(st.booleans()):
         return draw(st.sampled_from(["1f1b", "fill_drain", "zero_bubble"]))
     order = draw(st.permutations(range(microbatches)))
@@ -95,7 +95,7 @@ def test_whatever_calls_the_layer_and_in_whichever_order(data: st.DataObject):
 
 
 def _inputs(x: Tensor) -> list[Tensor]:
-    """What :func:`repeated` hands to batch norm, call by call."""
+    """Return the inputs of the batch norm calls in :func:`repeated`."""
     inputs = [x]
     for _ in range(int(x.flatten()[0])):
         inputs.append(nn.functional.batch_norm(inputs[-1], None, None, training=True) * 2 + 1)
@@ -106,7 +106,7 @@ def _inputs(x: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("rows", [(0, 4), (4, 0), (3, 0, 4), (0, 0)])
 def test_micro_batches_without_rows_add_nothing(rows: tuple[int, ...], alone: bool, momentum: float | None):
-    """A layer takes all rows of some micro-batches away. torch counts a batch without rows, and leaves the rest."""
+    """A layer drops every row of some micro-batches. torch counts an empty batch, and does not change statistics."""
     kept = torch.arange(4).repeat(len(rows)) < torch.tensor(rows).repeat_interleave(4)
     x = torch.cat([kept[:, None].double(), torch.randn(len(kept), 2, dtype=torch.float64)], 1)
     model = nn.Sequential(Layer(lambda _, x: x[x[:, 0] > 0, 1:]), nn.BatchNorm1d(2, momentum=momentum).double())
@@ -122,7 +122,7 @@ def test_micro_batches_without_rows_add_nothing(rows: tuple[int, ...], alone: bo
         assert_same_statistics(deferred[1], plain[1])
 
 
-def test_outside_of_a_pipe_a_mini_batch_is_chunks_forwards():
+def test_standalone_mini_batch_is_chunks_forwards():
     plain, x = nn.BatchNorm1d(3), torch.randn(12, 3)
     deferred = DeferredBatchNorm.convert_deferred_batch_norm(copy.deepcopy(plain), 4)
     before = deferred.running_mean.clone()
@@ -134,7 +134,7 @@ def test_outside_of_a_pipe_a_mini_batch_is_chunks_forwards():
     assert_same_statistics(deferred, plain)
 
 
-def test_conversion_takes_over_everything_and_leaves_the_rest_alone():
+def test_conversion_preserves_state_and_other_layers():
     model = nn.Sequential(
         nn.Sequential(nn.BatchNorm2d(4, momentum=0.3, eps=0.1), nn.SyncBatchNorm(4)),
         nn.BatchNorm1d(4, track_running_stats=False),
@@ -165,7 +165,7 @@ def test_conversion_takes_over_everything_and_leaves_the_rest_alone():
 
 
 def test_large_mean_costs_no_precision():
-    """Sums of squares would: 1e4² has no room left for a variance of one in single precision."""
+    """Sums of squares would lose it: in single precision, a variance of one is below the resolution of 1e4²."""
     x = torch.randn(64, 3, generator=torch.Generator().manual_seed(0)) + 1e4
     plain, deferred = nn.BatchNorm1d(3, momentum=1.0).double(), DeferredBatchNorm(3, momentum=1.0, chunks=8)
     plain(x.double())
@@ -201,7 +201,7 @@ UNUSUAL: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("what", UNUSUAL)
-def test_a_batch_norm_that_would_lose_something_is_refused_and_nothing_is_replaced(what: str):
+def test_unsupported_batch_norm_raises_without_changes(what: str):
     first, unusual = nn.BatchNorm1d(3), UNUSUAL[what]()
     model = nn.Sequential(first, nn.Sequential(unusual))
     with pytest.raises(ValueError, match=what.partition(",")[0]):
@@ -213,7 +213,7 @@ def test_a_batch_norm_that_would_lose_something_is_refused_and_nothing_is_replac
 
 
 class Stemmed(nn.Module):
-    """A model whose batch norms are where ``place`` says: of these names, its layers have copies or are the norm."""
+    """A model with a batch norm at ``place``, which names a layer with copies of the norm, or the norm itself."""
 
     def __init__(self, place: str) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ class Stemmed(nn.Module):
 
 
 @pytest.mark.parametrize("place", ["stem.1", "norm", "blocks.0"])
-def test_a_batch_norm_anywhere_in_a_model_is_deferred(place: str) -> None:
+def test_batch_norms_are_deferred_anywhere(place: str) -> None:
     model, x = Stemmed(place), torch.randn(8, 3)
     plain = copy.deepcopy(model)
     pipe = GPipe(model, [1, 2], devices=["cpu"] * 2, chunks=2, blocks="blocks", deferred_batch_norm=True)
@@ -252,8 +252,8 @@ def test_a_batch_norm_anywhere_in_a_model_is_deferred(place: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_pipe_in_a_layer_counts_a_mini_batch_once(mode: str) -> None:
-    """That of the pipe inside is a micro-batch of the one around it; a recomputation counts none."""
+def test_nested_pipe_counts_mini_batch_once(mode: str) -> None:
+    """A mini-batch of the inner pipe is a micro-batch of the outer one. Recomputation is not counted."""
     inner = GPipe(nn.Sequential(nn.BatchNorm1d(3)), [1], devices=["cpu"], chunks=2, deferred_batch_norm=True)
     outer = GPipe(nn.Sequential(nn.Linear(3, 3), inner), [2], devices=["cpu"], chunks=3, checkpoint=mode)
     outer(torch.randn(12, 3)).sum().backward()

@@ -1,4 +1,4 @@
-"""A pipe finds out what its cells take and decides by that, with the same gradients whatever it decides."""
+"""A pipe measures its cells and adapts its schedule, with the same gradients for every choice."""
 
 import copy
 import logging
@@ -29,7 +29,7 @@ FAST, SLOW = SPLIT_SECONDS / 1e6, SPLIT_SECONDS
 
 
 def ticking(monkeypatch: pytest.MonkeyPatch, tick: float) -> None:
-    """Let the clock go on by ``tick`` whenever somebody looks at it, however long that takes."""
+    """Advance the clock by ``tick`` on every read."""
     ticks = count()
     monkeypatch.setattr("gpipe.timeline._record.time", SimpleNamespace(perf_counter=lambda: tick * next(ticks)))
 
@@ -40,7 +40,7 @@ def stepped(pipe: GPipe, schedule: Schedule | str, x: Tensor | None = None) -> T
 
 
 def kinds(pipe: GPipe, schedule: Schedule | str, x: Tensor | None = None) -> list[str]:
-    """For each stage, the letters of what it is recorded to do in a step."""
+    """Return the letters of the actions recorded for each stage in a step."""
     with record() as timeline:
         stepped(pipe, schedule, x)
     return [
@@ -54,7 +54,7 @@ def three(mode: str = "never") -> GPipe:
 
 
 def train(chooser: Chooser, schedule: str, x: Tensor, stages: int, seconds: Callable[[int, Kind], float]) -> Choice:
-    """A step that nobody runs, whose cells take ``seconds``, sometimes longer."""
+    """Simulate a step whose cells take ``seconds`` or, sometimes, longer."""
     batches = [Batch(each) for each in x.chunk(6)]
     size = Size(len(batches), tuple(usual_placement(schedule, stages)), (0,) * stages)
     planned, recorder = chooser.plan(schedule, batches, size)
@@ -91,9 +91,7 @@ def test_auto_settles_on_what_the_measurements_say(cost: dict[tuple[int, Kind], 
 
 
 @given(st.sampled_from(SPLITTING), costs(), st.booleans())
-def test_those_that_split_settle_on_what_is_worth_it(
-    name: str, cost: dict[tuple[int, Kind], float], grad: bool
-) -> None:
+def test_split_schedules_settle_on_fastest_choice(name: str, cost: dict[tuple[int, Kind], float], grad: bool) -> None:
     chooser, x = Chooser(piped(linears(4), [1] * 4)._pipeline.stages), rows(grad=grad)
     choices = [
         train(chooser, name, x, 4, lambda j, kind, k=k: cost[j, kind] * (2 - (k % RUNS == 0))) for k in range(8 * RUNS)
@@ -109,7 +107,7 @@ def test_those_that_split_settle_on_what_is_worth_it(
 
 
 @pytest.mark.parametrize("change", ["size", "eval", "freeze", "grad"])
-def test_what_makes_cells_take_longer_is_measured_by_itself(change: str) -> None:
+def test_changed_cells_are_measured_separately(change: str) -> None:
     pipe = three()
     chooser = Chooser(pipe._pipeline.stages)
 
@@ -189,7 +187,7 @@ def test_what_cannot_be_split_is_not_tried_again(way: Block, caplog: pytest.LogC
         assert len(caplog.records) == 1
 
 
-def test_a_schedule_of_your_own_is_done_as_it_is():
+def test_custom_schedule_is_run_unchanged():
     with closing(three()) as pipe:
         own = named("zero_bubble", 3, (0, 1, 2))
         with record() as timeline:
@@ -199,7 +197,7 @@ def test_a_schedule_of_your_own_is_done_as_it_is():
         assert list(program) == [(e.kind, e.microbatch) for e in timeline.events if e.stage == j]
 
 
-def test_a_step_that_fails_or_is_recorded_by_the_caller_teaches_nothing():
+def test_failed_or_recorded_steps_are_not_measured():
     with closing(three()) as pipe:
         handle = pipe[1].register_forward_hook(lambda *_: 1 / 0)
         for _ in range(RUNS):

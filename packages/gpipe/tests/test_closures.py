@@ -54,7 +54,7 @@ TERMS: dict[str, Callable[[World, Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """Which terms the loss has, each on some micro-batches only, and what else was there before."""
+    """The terms of the loss, each on some micro-batches only, and existing gradients and hooks."""
 
     terms: tuple[tuple[str, int], ...]
     counted: bool
@@ -88,7 +88,7 @@ class Case:
 
 
 def plainly(case: Case, world: World) -> tuple[Tensor, list[Any]]:
-    """The loss of the whole mini-batch with one backward."""
+    """Compute the loss of the full mini-batch with one backward."""
     calls = case.prepare(world)
     loss_fn, numbers = case.loss(world), torch.arange(7)
     found = [
@@ -125,7 +125,7 @@ cases = st.builds(
     st.lists(st.tuples(st.sampled_from(sorted(TERMS)), st.integers(1, 3)), max_size=4).map(tuple),
     st.booleans(),
     st.frozensets(st.sampled_from(NAMES)),
-    # A hook of a tensor that layers use, and that is no parameter, fires once a micro-batch.
+    # A hook on a non-parameter tensor used by layers fires once per micro-batch.
     st.lists(
         st.tuples(st.sampled_from([n for n in NAMES if n != "free"]), st.sampled_from(["see", "scale", "after"])),
         max_size=4,
@@ -158,7 +158,7 @@ def test_step_trains_what_the_plain_loss_trains(case: Case):
 
 
 def reentrant(s: Layer, output: Tensor) -> Any:
-    """A head whose activations are computed again, in a backward of their own."""
+    """A head that recomputes its activations in a nested backward."""
     each = torch_checkpoint(lambda o: (o * s.weight).exp(), output, use_reentrant=True)
     return LossSum(each.sum(), each.numel()) if s.counted else each.mean()
 

@@ -1,6 +1,6 @@
-"""Layers that misbehave, in any combination: a pipe computes what the plain loop over micro-batches does, or refuses.
+"""Combinations of unusual layers: a pipe matches the plain loop over micro-batches, or raises.
 
-What is done with a pipe between its steps is in test_any_order.py. A refusal leaves no gradients, and has one of the
+Other uses of a pipe between steps are in test_any_order.py. After an error there are no gradients, and its type is
 types that callers expect.
 """
 
@@ -62,7 +62,7 @@ class Combination:
     stages: int
     seed: int
     workers: int | None
-    """The number of workers; None: one for each stage; 0: in a V."""
+    """The number of workers; None: one per stage; 0: placed in a V."""
     chunks: int
     modes: tuple[str, ...]
     grad: bool
@@ -93,7 +93,7 @@ class Combination:
 
 
 def one_counts(names: list[str]) -> bool:
-    """Whether one layer at most uses the counter outside of all: what partitions leave there for others differs."""
+    """Return whether at most one layer uses the global counter, whose values seen by other partitions differ."""
     return sum(name in ("outside", "polite") for name in names) <= 1
 
 
@@ -112,7 +112,7 @@ combinations = st.builds(
 
 
 def looped(model: nn.Sequential, case: Combination, step: Step, x: Tensor, y: Tensor) -> Any:
-    """By the plain model, one micro-batch after the other."""
+    """Run the plain model, on one micro-batch at a time."""
     counted = step.loss == "counted" and step.schedule is not None  # which divides by the count in the end
     losses, outputs, leaves = [], [], []
     for part, target in zip(x.chunk(case.chunks), y.chunk(case.chunks), strict=True):
@@ -148,13 +148,13 @@ def piped(pipe: GPipe, case: Combination, step: Step, x: Tensor, y: Tensor) -> A
 
 
 def alone(model: nn.Sequential, case: Combination, step: Step, x: Tensor, y: Tensor) -> Any:
-    """By a pipe of one partition: there the masks of dropout are known."""
+    """Run a pipe of one partition, in which dropout masks are known."""
     with closing(GPipe(model, [len(model)], devices=["cpu"], chunks=case.chunks, checkpoint="never")) as pipe:
         return piped(pipe, case, replace(step, inline=True, schedule=step.schedule and "1f1b"), x, y)
 
 
 def seen(way: Callable[..., Any], model: nn.Module, case: Combination, step: Step, k: int) -> Any:
-    """All that can be seen after ``way``: what has to be the same, and numbers."""
+    """Return all observable results of ``way``: values that must be equal, and numbers."""
     torch.manual_seed(k)
     found = way(model, case, step, inputs(k, step.rows), inputs(99, step.rows))
     layers = [layer for layer in model.modules() if isinstance(layer, Odd)]
@@ -164,7 +164,7 @@ def seen(way: Callable[..., Any], model: nn.Module, case: Combination, step: Ste
 
 
 def expect_equal_or_refused(case: Combination) -> None:
-    """Parameters are those of before in each step, less their gradients."""
+    """Compare a pipe with the plain model. Each step subtracts the gradients from the parameters."""
     plain = case.model()
     try:
         pipe = case.pipe(copy.deepcopy(plain))

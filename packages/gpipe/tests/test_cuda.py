@@ -1,4 +1,4 @@
-"""On GPUs: the same results on any placement, and no order of streams left to chance.
+"""Tests on GPUs: the same results for any placement, and no race between streams.
 
 Everything runs on one device as well; where there are two, the pipes use both.
 """
@@ -47,7 +47,7 @@ def devices(name: str) -> list[torch.device]:
 
 
 def cut(name: str, schedule: str | None, layers: int = 6) -> tuple[list[torch.device], list[int]]:
-    """Devices and balance; "interleaved" takes the devices in turn, each as often as the others."""
+    """Return devices and balance; "interleaved" cycles through the devices."""
     places = devices(name)
     if schedule == "interleaved":
         places = [torch.device(place.type, place.index or 0) for place in dict.fromkeys(places)] * 2
@@ -55,7 +55,7 @@ def cut(name: str, schedule: str | None, layers: int = 6) -> tuple[list[torch.de
 
 
 class Sleep(nn.Module):
-    """The identity, which keeps its stream busy for a while first; so whoever does not wait reads too early."""
+    """The identity after keeping its stream busy for a while, so that a missing wait shows as a wrong read."""
 
     def __init__(self, backward: bool = False) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def trained(module: nn.Module, x: Tensor, target: torch.device) -> list[Tensor]:
 
 
 def ran(work: Callable[[], Any], inline: bool) -> Any:
-    """What ``work`` returns, on this thread alone, or with workers and a time limit."""
+    """Return the result of ``work``, inline, or with workers and a time limit."""
     with running(inline):
         return work() if inline else within(60, work)
 
@@ -138,7 +138,7 @@ def test_nobody_reads_before_it_is_written(name: str, mode: str, backward: bool)
 @each_mode
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_caller_s_own_streams(name: str, mode: str):
-    """Forward on one stream, backward on another, and what comes before and after on either is in order."""
+    """The forward and the backward are on different streams, ordered with earlier and later work on both."""
     plain, places = model(), devices(name)
     pipe = GPipe(copy.deepcopy(plain), [2, 2, 2], devices=places, chunks=3, checkpoint=mode)
     expected = trained(plain, rows(), torch.device("cpu"))
@@ -149,7 +149,7 @@ def test_caller_s_own_streams(name: str, mode: str):
         torch.cuda.synchronize()
         with torch.cuda.stream(forth):
             torch.cuda._sleep(LONG)
-            # On the CPU it would be the host's tensor itself, whose .grad goes on growing.
+            # on the CPU it would be the host tensor itself, whose .grad accumulates
             leaf = host.to(places[0], non_blocking=True).detach().requires_grad_()
             output = pipe(leaf)
             total = output.square().sum()
@@ -164,8 +164,8 @@ def test_caller_s_own_streams(name: str, mode: str):
         torch.testing.assert_close(found, expected)
 
 
-def test_a_pinned_input_may_change_right_after_the_call():
-    """Also where the first stage, on the CPU, gives its input on."""
+def test_pinned_input_may_change_after_call():
+    """The first stage may be on the CPU and return its input."""
     pipe = GPipe(nn.Sequential(nn.Identity(), nn.Tanh()), [1, 1], devices=["cpu", gpu()], chunks=2)
     x = rows(1 << 20).pin_memory()
     last = x[-1000:]
@@ -181,7 +181,7 @@ def test_a_pinned_input_may_change_right_after_the_call():
 @each_mode
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_no_deadlock_in_a_backward(name: str, mode: str):
-    """Not on the device's own autograd thread, nor inside of a backward that runs there."""
+    """Neither on the device's own autograd thread, nor inside a backward that runs there."""
     places = devices(name)
     inner = GPipe(model(), [2, 2, 2], devices=places, chunks=3, checkpoint=mode)
     last = places[-1]
@@ -208,7 +208,7 @@ def test_no_deadlock_in_a_backward(name: str, mode: str):
 
 @each_mode
 @pytest.mark.parametrize("name", ["one GPU", "two GPUs", "CPU between", "GPU between"])
-def test_no_block_is_handed_out_while_somebody_reads_it(name: str, mode: str):
+def test_block_is_not_reused_while_read(name: str, mode: str):
     """Layers and the caller take and spoil whatever memory is free; a copy that still read it would differ."""
     plain, places = model(width=64), devices(name)
     x = rows(12, 64)
@@ -234,7 +234,7 @@ def spoil(like: Tensor) -> None:
 @pytest.mark.parametrize("name", PLACEMENTS)
 @pytest.mark.parametrize("make", [nn.Dropout, lambda: nn.TransformerEncoderLayer(16, 2, 16, 0.5, batch_first=True)])
 def test_random_numbers(name: str, make: Callable[[], nn.Module]):
-    """Every mode draws the same from one seed, leaves the generators alike, and repeats in the recomputation."""
+    """The same seed gives the same numbers and generator states in every mode, and recomputation repeats them."""
     results = []
     for mode in MODES:
         torch.manual_seed(0)
@@ -260,7 +260,7 @@ def of_ones(pipe: GPipe) -> tuple[Tensor, Tensor]:
 
 
 @each_mode
-def test_recomputation_leaves_the_generator_where_the_forward_left_it(mode: str):
+def test_recomputation_restores_generator(mode: str):
     pipe = GPipe(nn.Sequential(nn.Dropout()), [1], devices=[gpu()], chunks=2, checkpoint=mode)
     output = pipe(torch.ones(8, 64, device=gpu(), requires_grad=True))
     before = torch.cuda.get_rng_state(gpu())
@@ -289,8 +289,8 @@ def test_generator_of_a_layer_that_starts_to_draw(mode: str, place: str):
 
 
 @each_mode
-def test_numbers_of_the_cpu_in_a_stage_on_a_gpu(mode: str):
-    """As layer drop does: the first cell that draws keeps its graph, and those after it are watched."""
+def test_cpu_random_numbers_in_gpu_stage(mode: str):
+    """Like layer drop: the first cell that uses the generator saves its graph, and later ones are checked."""
     runs = {"begun": False}
 
     def drop(x: torch.Tensor) -> torch.Tensor:
@@ -349,7 +349,7 @@ def counted(output: Tensor, target: Tensor) -> LossSum:
 
 
 def divided(output: Tensor, target: Tensor) -> Tensor:
-    """The same, of which nothing is known: it is computed once, on all rows."""
+    """Return the same loss without a declared reduction, so that it is computed once, on the full batch."""
     total, count = counted(output, target)
     return total / count
 
@@ -359,7 +359,7 @@ def padded(output: Tensor, target: Tensor) -> Tensor:
 
 
 PADDED = partial(F.cross_entropy, ignore_index=0)
-"""As above, known to be torch's."""
+"""The same loss, recognized as torch's."""
 
 
 def stepped(pipe: GPipe, x: Tensor, target: Tensor, **options: Any) -> list[Tensor]:
@@ -395,7 +395,7 @@ def test_a_step_whose_losses_are_counted(name: str, schedule: str, mode: str, in
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", PLACEMENTS)
-def test_in_a_step_nobody_reads_before_it_is_written(name: str, schedule: str):
+def test_step_has_no_race_with_slow_stage(name: str, schedule: str):
     """Each stage in turn is the slow one, forwards and backwards."""
     plain, (places, balance) = model(), cut(name, schedule)
     target = torch.arange(8) % 3
@@ -413,7 +413,7 @@ def test_in_a_step_nobody_reads_before_it_is_written(name: str, schedule: str):
 @pytest.mark.parametrize("name", PLACEMENTS)
 @pytest.mark.parametrize("inline", [False, True])
 @pytest.mark.parametrize(("loss_fn", "same"), [(divided, divided), (PADDED, padded), (padded, padded)])
-def test_a_step_whose_loss_is_that_of_all_rows(name: str, mode: str, inline: bool, loss_fn: Any, same: Any):
+def test_step_with_full_batch_loss(name: str, mode: str, inline: bool, loss_fn: Any, same: Any):
     plain, (places, balance) = model(), cut(name, "fill_drain")
     target = torch.arange(8) % 3
     expected = of_the_plain_model(plain, rows(), target, same)
@@ -426,7 +426,7 @@ def test_a_step_whose_loss_is_that_of_all_rows(name: str, mode: str, inline: boo
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
-def test_in_a_step_with_a_loss_of_all_rows_nobody_reads_before_it_is_written(name: str):
+def test_full_batch_loss_has_no_race(name: str):
     plain, (places, balance) = model(), cut(name, "fill_drain")
     target = torch.arange(8) % 3
     expected = of_the_plain_model(plain, rows(), target)
@@ -440,10 +440,10 @@ def test_in_a_step_with_a_loss_of_all_rows_nobody_reads_before_it_is_written(nam
 
 
 @pytest.mark.parametrize("loss_fn", [counted, divided, PADDED])
-def test_a_step_does_not_wait_for_the_losses_to_be_counted(loss_fn: Any):
+def test_step_does_not_wait_for_loss_counts(loss_fn: Any):
     pipe = GPipe(model(), [2, 2, 2], devices=devices("one GPU"), chunks=3)
     x, target = rows().to(gpu()), (torch.arange(8) % 3).to(gpu())
-    for _ in range(2):  # the first one learns about the layers, and may look at what they gave
+    for _ in range(2):  # the first step learns about the layers, and may synchronize
         stepped(pipe, x, target, loss_fn=loss_fn)
     torch.cuda.synchronize()
     end = torch.cuda.Event()
@@ -465,7 +465,7 @@ def test_a_timeline_has_the_times_of_the_devices(name: str, mode: str, inline: b
     pipe = GPipe(nn.Sequential(*layers), [1, 1, 1], devices=places, chunks=3, checkpoint=mode)
     work = partial(trained, pipe, rows(), places[-1])
     within(60, work)
-    # Not on the default stream, on which no time passes.
+    # Not on the idle default stream.
     with torch.cuda.stream(torch.cuda.Stream(gpu())), running(inline), gpipe.record() as timeline:
         work()
     assert all(event.seconds >= 0 and event.wait >= -1e-4 for event in timeline.events)
@@ -477,8 +477,8 @@ def test_a_timeline_has_the_times_of_the_devices(name: str, mode: str, inline: b
 
 
 @each_mode
-def test_an_error_in_a_backward_leaves_gradients_that_may_be_zeroed_at_once(mode: str):
-    """Also on another stream: the caller's stream waits for what the stages were still doing."""
+def test_gradients_may_be_zeroed_after_failed_backward(mode: str):
+    """The caller's stream, even if it differs from the forward's, waits for unfinished work of the stages."""
 
     def fail() -> None:
         raise ZeroDivisionError

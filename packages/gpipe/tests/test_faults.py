@@ -1,4 +1,4 @@
-"""Whatever fails, wherever: the caller gets that very error, told where it is from, and the pipe trains on."""
+"""Failures anywhere raise the original error with a note on its origin, and the pipe still works afterwards."""
 
 import copy
 import threading
@@ -46,13 +46,13 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
 
 @dataclass(frozen=True)
 class FrozenError(Exception):
-    """Has no attributes that could be set, so that Python itself cannot give it the traceback of a context."""
+    """Its attributes cannot be set, so that even Python cannot add the traceback of a context."""
 
     code: int
 
 
 def fragile() -> Failing:
-    """A layer that fails where one of its ``faults`` says so, by phase and micro-batch."""
+    """Return a layer that raises the error in ``faults`` for a phase and micro-batch."""
     faults: dict[tuple[str, int], BaseException] = {}
     layer = Failing(lambda phase, x: faults.get((phase, int(x.detach().flatten()[0].round()))))
     layer.faults = faults
@@ -66,7 +66,7 @@ def faulty(**options: Any) -> GPipe:
 
 
 def numbers() -> Tensor:
-    """Two rows for each micro-batch, which tell its number."""
+    """Return two rows per micro-batch, containing its index."""
     return numbered(2 * CHUNKS).div(2, rounding_mode="floor").requires_grad_()
 
 
@@ -79,7 +79,7 @@ def notes(error: BaseException) -> list[str]:
 
 
 def expect_same(pipe: GPipe) -> None:
-    """The pipe computes what its layers do, one after the other, now that nothing is planted."""
+    """Check that the pipe works again without faults."""
     for layer in list(pipe)[:STAGES]:
         layer.faults.clear()
     assert_trains_like(pipe, copy.deepcopy(pipe[:]), numbers())
@@ -95,9 +95,7 @@ def pipes() -> Iterator[dict[str, GPipe]]:
 
 @pytest.mark.parametrize("inlined", [False, True], ids=["threaded", "inline"])
 @pytest.mark.parametrize("phase", ["forward", "recompute", "backward"])
-def test_a_frozen_exception_is_the_context_of_the_error_about_it(
-    pipes: dict[str, GPipe], phase: str, inlined: bool
-) -> None:
+def test_frozen_exception_is_context_of_error(pipes: dict[str, GPipe], phase: str, inlined: bool) -> None:
     pipe, planted = pipes["always"], FrozenError(3)
     pipe[1].faults[phase, 1] = planted
     with running(inlined), pytest.raises((FrozenInstanceError, FrozenError)) as caught:
@@ -124,7 +122,7 @@ def test_every_fault(pipes: dict[str, GPipe], phase: str, name: str, inlined: bo
             with pytest.raises(BaseException) as caught:  # noqa: PT011
                 within(20, once)
             assert caught.value is planted
-            assert caught.traceback[-1].name == "fail"  # its own, and not that of whoever raised it again
+            assert caught.traceback[-1].name == "fail"  # its own traceback, without the code that re-raises it
             (note,) = notes(planted)
             layers = "'2' to '3'" if stage == 2 else f"'{stage}'"
             assert note == (
@@ -143,8 +141,8 @@ def ticks(phase: str, j: int, i: int) -> tuple[int, int]:
     st.sampled_from(["forward", "backward"]),
     st.sets(st.tuples(st.integers(0, STAGES - 1), st.integers(0, CHUNKS - 1)), min_size=2, max_size=2),
 )
-def test_of_two_faults_the_earlier_is_raised(pipes: dict[str, GPipe], phase: str, places: set[tuple[int, int]]) -> None:
-    """By the schedule, where one cannot keep the other from happening."""
+def test_earlier_fault_is_raised(pipes: dict[str, GPipe], phase: str, places: set[tuple[int, int]]) -> None:
+    """The order is the schedule's, if neither fault can prevent the other."""
     (a, i), (b, k) = places
     if a != b and i != k:
         return  # may race: see the next test
@@ -161,7 +159,7 @@ def test_of_two_faults_the_earlier_is_raised(pipes: dict[str, GPipe], phase: str
     assert caught.value is planted[min(places, key=lambda place: ticks(phase, *place))]
 
 
-def test_a_later_failure_does_not_keep_an_earlier_one_from_happening(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_failure_does_not_hide_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
     cancelled = threading.Semaphore(0)
     cancel = Channel.cancel
 
@@ -175,7 +173,7 @@ def test_a_later_failure_does_not_keep_an_earlier_one_from_happening(monkeypatch
         return x
 
     def dawdle(x: Tensor) -> Tensor:
-        if x[0, 0] == 0:  # until both channels know of the failure in partition 0, if it is told them
+        if x[0, 0] == 0:  # wait until both channels have received the failure of partition 0
             for _ in range(2):
                 cancelled.acquire(timeout=20)
         return x

@@ -17,7 +17,7 @@ pytestmark = [
 ]
 
 
-def test_the_child_may_read_a_timeline_that_another_thread_was_reading() -> None:
+def test_forked_child_may_read_locked_timeline() -> None:
     timeline = Timeline()
     end, begun = threading.Event(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""A pipe is the module that it wraps, to everybody who looks at modules."""
+"""A pipe looks like the module that it wraps to all code that inspects modules."""
 
 import copy
 import pickle
@@ -33,7 +33,7 @@ def deep() -> nn.Sequential:
 
 
 @given(balances(5))
-def test_all_names_are_those_of_the_model_in_its_order(balance: list[int]) -> None:
+def test_names_and_order_match_model(balance: list[int]) -> None:
     model = deep()
     pipe = piped(model, balance)
     state, pipe_state = model.state_dict(), pipe.state_dict()
@@ -67,7 +67,7 @@ def test_what_is_missing_or_unknown_is_still_told() -> None:
 
 
 @pytest.mark.parametrize("name", ["chunks", "partitions", "balance", "devices", "checkpoint", "_workers", "_stages"])
-def test_a_child_may_have_the_name_of_an_attribute(name: str) -> None:
+def test_child_may_shadow_attribute_name(name: str) -> None:
     model = nn.Sequential(OrderedDict([(name, nn.Linear(3, 3, dtype=DOUBLE)), ("1", nn.Linear(3, 3, dtype=DOUBLE))]))
     pipe = piped(model, [1, 1], chunks=2)
     assert (pipe.chunks, pipe.balance, pipe.devices) == (2, [1, 1], [CPU, CPU])
@@ -87,7 +87,7 @@ def test_length_iteration_and_index_are_the_models(balance: list[int]) -> None:
 
 
 @pytest.mark.parametrize("cut", [slice(1, 3), slice(None, None, 2), slice(-2, None), slice(0, 0)])
-def test_a_slice_is_a_sequential_of_the_same_layers(cut: slice) -> None:
+def test_slice_is_sequential_of_same_layers(cut: slice) -> None:
     model = deep()
     part = GPipe(model, [2, 3], devices=["cpu"] * 2)[cut]
     assert isinstance(part, nn.Sequential)

@@ -1,4 +1,4 @@
-"""Which gradients are there after a backward: None stays None, and what arrives is not changed on the way."""
+"""Gradients after a backward: None stays None, and values are unchanged."""
 
 import torch
 from hypothesis import given
@@ -25,7 +25,7 @@ def hooked(s: Layer, x: Tensor) -> Tensor:
 
 
 def residual(before: nn.Module, after: nn.Module) -> nn.Module:
-    """Two ways of which the one that was computed last gets its gradient first."""
+    """Return a layer with two branches; the one computed last gets its gradient first."""
 
     def forward(s: Layer, x: Tensor) -> Tensor:
         first = s.m[0](x)

@@ -50,6 +50,6 @@ def test_runs_that_failed_once_are_right(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["freed-between", "attentions", "evaluate-model"])
-def test_an_interrupt_at_each_wait_of_programs_that_failed_once(name: str) -> None:
+def test_interrupt_at_each_wait_of_regressions(name: str) -> None:
     found = explore(PROGRAMS[name], preemptions=0, injections=1, most=10, injects=INJECTS)
     assert not found.failures, found.failures[0].error

@@ -53,10 +53,8 @@ class Trial:
 
 
 @given(st.sampled_from(WAYS), st.sampled_from(MODES), st.booleans(), st.lists(st.floats(0, 1), min_size=1, max_size=8))
-def test_after_an_interrupt_anywhere_the_next_step_is_right(
-    way: str | None, mode: str, inline: bool, places: list[float]
-) -> None:
-    """On a different thread, because a lock that is left locked is free for the thread that was interrupted."""
+def test_step_after_interrupt_is_right(way: str | None, mode: str, inline: bool, places: list[float]) -> None:
+    """The next step is on a new thread, since the interrupted thread could still acquire a lock it holds."""
     trial = Trial(way, mode, inline)
     trial.step()
     total = Interrupts(FILES)

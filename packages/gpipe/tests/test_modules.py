@@ -40,7 +40,7 @@ def test_gradient_scaler_and_clipping(mode: str):
     torch.testing.assert_close(models[1].state_dict(), models[0].state_dict())
 
 
-def test_frozen_stages_before_the_first_trained_one_have_no_backward():
+def test_leading_frozen_stages_have_no_backward():
     pipe, calls = piped(linears(), [1, 1, 1], chunks=2), []
     pipe[:2].requires_grad_(False)
     for k in range(3):
@@ -51,7 +51,7 @@ def test_frozen_stages_before_the_first_trained_one_have_no_backward():
 
 @each_mode
 def test_layer_replaced_inside_of_a_layer_is_used(mode: str):
-    """As adapters do."""
+    """Adapters do so."""
     model = nn.Sequential(nn.Sequential(*linears()), *linears())
     pipe = piped(model, [1, 3], chunks=2, checkpoint=mode)
     backward(pipe)

@@ -1,4 +1,4 @@
-"""What is neither a tensor nor a constant may hide tensors, and is refused between stages and at the end."""
+"""Values other than tensors and constants may contain tensors, and raise between stages and at the output."""
 
 import enum
 from collections import OrderedDict
@@ -28,7 +28,7 @@ class Slotted:
 
 
 class Rows(list):
-    """Subclasses of containers are no trees."""
+    """Subclasses of containers are not pytree nodes."""
 
 
 class Colour(enum.Enum):
@@ -64,7 +64,7 @@ CONTAINERS: list[Callable[[Any, Any], Any]] = [
 
 
 def packings(leaf: st.SearchStrategy[Any]) -> st.SearchStrategy[Callable[[Any], Any]]:
-    """Ways to put a value into containers, beside constants; the value is the only leaf that is not one."""
+    """Return functions that put a value into containers with constants; the value is the only other leaf."""
 
     def deeper(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         parts = st.tuples(st.sampled_from(CONTAINERS), inner, leaf)

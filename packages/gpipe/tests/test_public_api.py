@@ -1,4 +1,4 @@
-"""What is imported, when, and under which paths."""
+"""Imports: names, paths, and modules loaded lazily."""
 
 import importlib
 import subprocess
@@ -16,7 +16,7 @@ print(*(name for name in sys.modules if name.startswith(("blockpartition", "gpip
 """
 
 
-def test_a_training_loop_does_not_import_what_it_does_not_use() -> None:
+def test_training_loop_imports_no_unused_modules() -> None:
     done = subprocess.run([sys.executable, "-c", TRAINS], capture_output=True, text=True, check=True)
     found = {".".join(name.split(".")[:2]) for name in done.stdout.split()}
     others = {"blockpartition", "profiler", *(f"gpipe.{name}" for name in ("_check", "_plan", "balance", "timeline"))}
@@ -24,7 +24,7 @@ def test_a_training_loop_does_not_import_what_it_does_not_use() -> None:
     assert not found & others
 
 
-def test_what_is_imported_later_is_what_its_module_has() -> None:
+def test_lazy_attributes_match_their_modules() -> None:
     assert {*gpipe.__all__, "balance", "nn", "simulate", "timeline"} <= {*dir(gpipe)}
     assert gpipe.plan is importlib.import_module("gpipe._plan").plan
     assert gpipe.nn is importlib.import_module("gpipe.nn")
@@ -32,7 +32,7 @@ def test_what_is_imported_later_is_what_its_module_has() -> None:
         gpipe.__getattr__("plam")
 
 
-# What programs import from torchgpipe: its own benchmarks (ResNet, U-Net, AmoebaNet-D, and what runs them), its tests,
+# Imports in programs that use torchgpipe: its benchmarks (ResNet, U-Net, AmoebaNet-D, and their scripts), its tests,
 # and repositories that use it.
 IMPORTS = [
     "import torchgpipe; torchgpipe.GPipe",
@@ -81,6 +81,6 @@ assert "torch._dynamo" not in sys.modules, "the compiler takes seconds to import
 """
 
 
-def test_a_function_hides_the_module_of_its_name_whatever_is_imported_first() -> None:
-    """And importing gpipe imports no compiler."""
+def test_function_hides_module_of_same_name() -> None:
+    """Importing gpipe imports no compiler."""
     subprocess.run([sys.executable, "-c", IMPORTED_ANEW], check=True)

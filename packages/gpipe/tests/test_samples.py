@@ -1,4 +1,4 @@
-"""What a step takes as its input is also a sample: of balances, plans, checks and models."""
+"""The input of a step is also accepted as the sample of balances, plans, checks and models."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -24,7 +24,7 @@ class First(nn.Linear):
 
 
 class Blocks(nn.Module):
-    """A model with a forward of its own, whose arguments have names."""
+    """A model with its own forward, whose arguments have names."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A training run that is saved and goes on elsewhere is the run that was never interrupted."""
+"""A training run that is saved and resumed equals an uninterrupted run."""
 
 import copy
 import io
@@ -31,7 +31,7 @@ Y = torch.arange(8) % 3
 
 
 def network() -> nn.Sequential:
-    """With buffers, and parameters at two depths; a skipped parameter has no state in the optimizer."""
+    """Return a network with buffers and nested parameters; a frozen one has no optimizer state."""
     torch.manual_seed(0)
     frozen = nn.Linear(4, 4).requires_grad_(False)
     layers = [nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 4)), frozen, nn.BatchNorm1d(4), nn.Linear(4, 3)]
@@ -39,7 +39,7 @@ def network() -> nn.Sequential:
 
 
 def looped(s: Layer, x: torch.Tensor) -> torch.Tensor:
-    """The forward of a model of its own."""
+    """Run the layers in a custom forward."""
     for layer in s.m:
         x = layer(x)
     return x
@@ -122,7 +122,7 @@ def uninterrupted(steps: int) -> dict[str, Any]:
     own=st.booleans(),
 )
 @settings(max_examples=10)
-def test_it_goes_on_with_any_balance_or_as_the_plain_model(
+def test_run_resumes_with_any_balance(
     save: Callable[[Run, Run], None],
     before: list[int] | None,
     after: list[int] | None,
@@ -134,7 +134,7 @@ def test_it_goes_on_with_any_balance_or_as_the_plain_model(
     run.train(steps)
     with torch.no_grad():
         for value in again.model.state_dict().values():
-            value.zero_()  # nothing may be left of what it was
+            value.zero_()  # erase the initial state
     save(run, again)
     again.train(more)
     found = {name.removeprefix("m."): value for name, value in again.state.items()}

@@ -1,4 +1,4 @@
-"""Inputs and outputs whose rows are not on dimension 0: said by in_spec and out_spec, refused otherwise."""
+"""Inputs and outputs whose rows are not in dimension 0: described by in_spec and out_spec, or an error."""
 
 import copy
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from .layers import DOUBLE, MODES, Call, assert_same, each_mode, each_way, linea
 
 SCHEDULES = ("1f1b", "fill_drain", "zero_bubble")
 
-# What a last layer makes of (n, 3), and what out_spec says of it. Means are over the rows.
+# Functions of (n, 3) for the last layer, and their out_spec. Means are over the rows.
 OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], Any]] = {
     "rows": (lambda x: x, None),
     "two tokens a row": (lambda x: x.sum(1).repeat_interleave(2, 0), None),
@@ -59,7 +59,7 @@ def total(value: Any) -> Tensor:
 
 @each_way
 @given(st.data())
-def test_every_output_with_its_spec_is_that_of_the_plain_model(way: Any, data: st.DataObject) -> None:
+def test_outputs_with_spec_match_plain_model(way: Any, data: st.DataObject) -> None:
     last, spec = data.draw(outputs())
     model = nn.Sequential(*linears(2), Call(last))
     mode, chunks = data.draw(st.sampled_from(MODES)), data.draw(st.integers(1, 4))
@@ -91,9 +91,7 @@ class Gathering(nn.Module):
 @each_way
 @pytest.mark.parametrize("said", ["by the spec", "around the argument"])
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=8), st.integers(1, 4), st.sampled_from(MODES))
-def test_pieces_go_with_the_row_that_they_belong_to(
-    way: Any, said: str, counts: list[int], chunks: int, mode: str
-) -> None:
+def test_pieces_follow_their_rows(way: Any, said: str, counts: list[int], chunks: int, mode: str) -> None:
     model = nn.Sequential(Gathering(), *linears(2))
     spec = {"pieces": Split(counts=lambda batch: batch["counts"])} if said == "by the spec" else None
     pipe = piped(nn.Sequential(*model), [2, 1], chunks=chunks, checkpoint=mode, in_spec=spec)
@@ -108,7 +106,7 @@ def test_pieces_go_with_the_row_that_they_belong_to(
     assert_same(pipe, model)
 
 
-def test_a_rule_for_a_keyword_that_is_not_given_says_nothing_unless_it_may_be_misspelt() -> None:
+def test_spec_for_omitted_keyword() -> None:
     def called(**inputs: Any) -> Tensor:
         return piped(nn.Sequential(Masked(), *linears(2)), [2, 1], chunks=3, in_spec=spec)(x=rows(7), **inputs)
 
@@ -123,7 +121,7 @@ def test_a_rule_for_a_keyword_that_is_not_given_says_nothing_unless_it_may_be_mi
 @each_mode
 @each_way
 @pytest.mark.parametrize("said", ["by the spec", "by the spec for the mask", "around the argument"])
-def test_a_mask_for_all_gets_the_sum_of_its_gradients(mode: str, way: Any, said: str) -> None:
+def test_replicated_mask_gets_summed_gradient(mode: str, way: Any, said: str) -> None:
     model = nn.Sequential(Masked(), *linears(2))
     whole = Replicate if said == "around the argument" else (lambda each: each)
     spec: Any = {"mask": Replicate(), "scale": Replicate()} if said == "by the spec" else {"mask": Replicate()}
@@ -140,7 +138,7 @@ def test_a_mask_for_all_gets_the_sum_of_its_gradients(mode: str, way: Any, said:
     assert_same(pipe, model)
 
 
-def test_a_list_that_the_spec_names_goes_whole_whatever_its_length() -> None:
+def test_replicated_list_may_have_any_length() -> None:
     class Named(nn.Module):
         def forward(self, x: Tensor, names: list[str], scale: int) -> Tensor:
             return x * len(names) * scale
@@ -153,7 +151,7 @@ def test_a_list_that_the_spec_names_goes_whole_whatever_its_length() -> None:
 @each_way
 @pytest.mark.parametrize("schedule", [None, *SCHEDULES])
 @pytest.mark.parametrize("dim", [1, -2])
-def test_uneven_rows_elsewhere_weigh_as_many_as_they_are(mode: str, way: Any, schedule: str | None, dim: int) -> None:
+def test_uneven_rows_are_weighted_by_their_number(mode: str, way: Any, schedule: str | None, dim: int) -> None:
     model, loss_fn = linears(), nn.functional.mse_loss
     pipe = piped(model, [1, 2], chunks=4, checkpoint=mode, in_spec=Split(dim), out_spec=Split(dim))
     x, same, y = (torch.randn(2, 7, 3, dtype=DOUBLE, generator=torch.Generator().manual_seed(s)) for s in (3, 3, 4))
@@ -171,7 +169,7 @@ def test_uneven_rows_elsewhere_weigh_as_many_as_they_are(mode: str, way: Any, sc
     assert_same(pipe, model)
 
 
-def test_a_replicated_first_tensor_has_no_say_in_the_weights_and_gets_one_gradient() -> None:
+def test_replicated_first_tensor_does_not_affect_weights() -> None:
     model = nn.Sequential(Call(lambda pair: pair[1] * pair[0]), *linears(2))
     pipe = piped(model, [1, 2], chunks=4)
     scale, same = (torch.arange(3, dtype=DOUBLE).requires_grad_() for _ in "ab")
@@ -195,7 +193,7 @@ def test_a_target_may_be_one_for_all_rows(whole: Any) -> None:
         seen.clear()
 
 
-# What looks like rows but is none, given (n, 3) with n > 1.
+# Functions of (n, 3) whose output looks like rows but has none, if n > 1.
 ROWLESS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "a loss of shape (1,)": (lambda x: (x, x.mean().reshape(1)), r"output\[1\]"),
     "transposed": (lambda x: x.T, "output"),
@@ -216,10 +214,10 @@ def test_what_does_not_follow_the_rows(mode: str, way: Any, name: str) -> None:
     with way(), pytest.raises(ValueError, match=why):
         pipe(rows(4))
     assert all(parameter.grad is None for parameter in pipe.parameters())
-    torch.testing.assert_close(piped(model, [1, 2], chunks=1)(rows(4)), model(rows(4)))  # nothing is put together
+    torch.testing.assert_close(piped(model, [1, 2], chunks=1)(rows(4)), model(rows(4)))  # nothing is joined
 
 
-def test_a_step_that_cannot_return_its_outputs_says_what_became_of_the_gradients() -> None:
+def test_failed_output_join_explains_gradients() -> None:
     pipe = piped(nn.Sequential(*linears(2), Call(lambda x: x.T)), [1, 2], chunks=2)
     with pytest.raises(ValueError, match="output has its rows on dimension 1, not 0") as caught:
         pipe.step(rows(4), loss_fn=lambda output, _: output.sum(), reduction="sum", return_outputs=True)
@@ -229,7 +227,7 @@ def test_a_step_that_cannot_return_its_outputs_says_what_became_of_the_gradients
         pipe.step(rows(4), loss_fn=lambda output, _: output.sum())
 
 
-def test_what_cannot_be_told_from_rows_is_taken_for_rows() -> None:
+def test_ambiguous_dimension_is_treated_as_rows() -> None:
     """Two layers of h_n in micro-batches of two rows look like two rows each; out_spec says what they are."""
     model = nn.Sequential(Call(lambda x: torch.stack([x, x * 2])))
     x = rows(4)

@@ -1,4 +1,4 @@
-"""Private names of torch still do what gpipe expects of them, where no test of a pipe would tell."""
+"""Private functions of torch behave as gpipe expects, as far as tests of pipes do not show it."""
 
 import re
 from pathlib import Path
@@ -25,7 +25,7 @@ def test_no_other_file_calls_them():
     assert found == {"_torch.py"}
 
 
-def test_a_backward_has_a_number_which_nested_ones_do_not_share():
+def test_nested_backwards_have_different_ids():
     seen: list[int] = []
 
     def nested(gradient: Tensor) -> Tensor:
@@ -56,9 +56,9 @@ def test_operations_that_consist_of_others_are_known():
     assert not _torch.is_composite(torch.ops.aten.native_dropout.default)
 
 
-def test_operations_pass_the_key_only_where_it_is_set():
+def test_operations_use_key_only_if_set():
     seen: list[str] = []
-    interception.prepare()  # all other operations skip the key from now on
+    interception.prepare()  # every operation but one skips the key from now on
     library = Library("gpipe_test_torch", "DEF")
     library.define("one(Tensor x) -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
     library.impl("one", lambda x: x + 1, "CompositeExplicitAutograd")

@@ -1,4 +1,4 @@
-"""On one GPU: stages with workers, streams and links of their own, each in turn the slow one."""
+"""Virtual devices on one GPU: stages with separate workers, streams and links, with each stage in turn slow."""
 
 import copy
 

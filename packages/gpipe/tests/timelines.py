@@ -11,7 +11,7 @@ from .schedules import scheduled
 
 KINDS = ("forward", "recompute", "backward", "backward_input", "backward_weight")
 
-# Whole runs take long to draw: a third as many of them as of other things.
+# Whole runs are slow to draw, so use a third of the usual number of examples.
 fewer = settings(max_examples=settings().max_examples // 3)
 
 seconds = st.floats(0, 100, allow_subnormal=False)
@@ -20,7 +20,7 @@ exact_seconds = st.integers(0, 1600).map(lambda sixteenths: sixteenths / 16)
 sizes = st.integers(0, 2**40)
 
 Problem = tuple[Schedule, list[StageCost], list[int]]
-"""A schedule, a cost for each stage, and a worker for each stage."""
+"""A schedule, a cost per stage, and a worker per stage."""
 
 
 def stage_costs(times: st.SearchStrategy[float] = exact_seconds) -> st.SearchStrategy[StageCost]:
@@ -54,7 +54,7 @@ def simulated(draw: st.DrawFn) -> Timeline:
 
 @st.composite
 def events(draw: st.DrawFn) -> Event:
-    """What a clock might have measured, sense or nonsense: stages overlap, and nothing is in order."""
+    """Draw arbitrary measurements: stages may overlap, in any order."""
     start = draw(seconds)
     return Event(
         stage=draw(st.integers(0, 4)),

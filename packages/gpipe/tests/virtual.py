@@ -1,7 +1,7 @@
-"""Virtual devices: several stages on one device that work as if each had a device of its own.
+"""Virtual devices: stages share a physical device, and each behaves like a separate one.
 
-Each has a worker and streams of its own, and links copy. So the order of work on several devices can be tried where
-there is only one. Random numbers are left out: the stages share the generator of their device.
+Each has its own worker and streams, and links copy. So the ordering of several devices can be tested on a single one.
+Random numbers are not covered, as the stages share their device's generator.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,10 +23,10 @@ from streams import AbstractStream, is_accelerator, new_stream, use_stream, wait
 
 @contextmanager
 def virtual_devices() -> Iterator[None]:
-    """Inside, stages of pipes that are made there are on virtual devices.
+    """Place the stages of new pipes on virtual devices.
 
-    Their streams are used inside of runs only. A run begins when they have waited for the caller's streams, and ends
-    when these have waited for them, so that memory that goes back to either is free.
+    Their streams are used only inside runs. At its start, a run's streams wait for the caller's streams, and at its end
+    the caller's streams wait for them, so that memory returned to either is free.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_workers, "placement", lambda devices: tuple(range(len(devices))))
@@ -58,7 +58,7 @@ def _carrier(source: _copy.Place, target: _copy.Place) -> _copy.Copy | None:
 
 
 def _own_first(current_streams: Callable[[Any], list[AbstractStream]]) -> Callable[[Any], list[AbstractStream]]:
-    """The streams of the stages when a run is made; those of its caller when it asks again, for a backward."""
+    """Return a run's stage streams when it is created, and its caller's streams when asked later, for a backward."""
     made: WeakKeyDictionary[Stage, AbstractStream] = WeakKeyDictionary()
 
     def own_first(run: Any) -> list[AbstractStream]:
@@ -75,9 +75,9 @@ def _own_first(current_streams: Callable[[Any], list[AbstractStream]]) -> Callab
 
 
 def _between_waits(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Between waits of either for the other: the streams of the stages, and those on which the caller called the pipe.
+    """Wrap a method with waits between the stages' streams and the streams of the pipe's caller, before and after.
 
-    A backward's gradients come on the latter.
+    The gradients of a backward arrive on the caller's streams.
     """
 
     @wraps(method)

@@ -1,4 +1,4 @@
-"""Processes that do what a test asks of them, together: a world of ranks that talk over gloo."""
+"""A world of ranks connected by gloo: processes that run functions of a test together."""
 
 import multiprocessing
 import os
@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 
 RUNS = 30
-"""Functions after which other processes take over: groups of meshes last, and listen, as long as their process."""
+"""Number of functions before processes are replaced, because groups of meshes live and listen until exit."""
 
 LIMIT = 900.0
-"""Seconds after which a world counts as hanging."""
+"""Timeout in seconds for a world."""
 
 
 class World:
-    """So many processes, started once: each call of :meth:`run` is a function that all of them call.
+    """A number of processes, started once; :meth:`run` calls a function in all of them.
 
     Args:
         size: how many.
@@ -44,18 +44,18 @@ class World:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether all processes are there, and have not yet so many groups that these take their time."""
+        """Return whether all processes are alive, and have not accumulated too many groups."""
         return self.runs < RUNS and all(process.is_alive() for process in self.processes)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What ``function(*arguments)`` returns on each rank; the first traceback, if it raises anywhere."""
+        """Return the result of ``function(*arguments)`` on each rank, or fail with the first traceback."""
         answers = self.answers(function, *arguments)
         failed = [text for succeeded, text in answers if not succeeded]
         assert not failed, "\n".join(failed)
         return [value for _, value in answers]
 
     def answers(self, function: Callable[..., Any], *arguments: Any, limit: float = LIMIT) -> list[tuple[bool, Any]]:
-        """For each rank, whether it got to the end, and what it returned, or its traceback."""
+        """Return, for each rank, True and the result, or False and the traceback."""
         self.send(function, *arguments)
         return [self.answer(rank, limit) for rank in range(len(self.connections))]
 
@@ -66,7 +66,7 @@ class World:
             connection.send((function, arguments))
 
     def answer(self, rank: int, limit: float = LIMIT) -> tuple[bool, Any]:
-        """Whether that rank got to the end of what it was sent, and what it returned, or its traceback."""
+        """Return True and the rank's result, or False and its traceback."""
         try:
             if not self.connections[rank].poll(limit):
                 self.close()
@@ -85,7 +85,7 @@ class World:
 
 
 def _context() -> Any:
-    """What starts processes. Torch is imported once for all where the system can fork one that has done so."""
+    """Return a context to start processes, which forks a process that has imported torch if possible."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -95,7 +95,7 @@ def _context() -> Any:
 
 
 def of_each_size() -> Iterator[Callable[[int], World]]:
-    """Worlds by their size; those of the same size are the same while they are fresh."""
+    """Yield a function that returns a world of a size, reusing fresh ones."""
     opened: dict[int, World] = {}
 
     def of(size: int) -> World:
@@ -112,7 +112,7 @@ def of_each_size() -> Iterator[Callable[[int], World]]:
 
 @contextmanager
 def world(size: int, timeout: float = 30.0) -> Iterator[World]:
-    """A world of its own, for tests after which it is of no use any more."""
+    """Open a separate world, for tests that leave it unusable."""
     opened = World(size, timeout)
     try:
         yield opened

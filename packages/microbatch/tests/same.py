@@ -1,4 +1,4 @@
-"""Equality of values, down to what autograd knows of them."""
+"""Equality of values, including their autograd state."""
 
 from typing import Any
 

@@ -37,14 +37,14 @@ pytree.register_pytree_node(Output, lambda o: (list(o.values()), list(o)), lambd
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frozen:
-    """Like those below, nobody registered it."""
+    """A frozen dataclass that is not registered as a pytree node, like the classes below."""
 
     words: Any
     mask: Any
 
 
 class Encoding(UserDict):  # type: ignore[type-arg]
-    """As Hugging Face's BatchEncoding: a mapping with attributes, whose items are attributes too."""
+    """A mapping whose items are also attributes, like Hugging Face's BatchEncoding."""
 
     def __init__(self, data: dict[str, Any] | None = None, encoding: Any = None) -> None:
         super().__init__(data)
@@ -92,7 +92,7 @@ class Problem(NamedTuple):
 
 
 def count(rows: int, chunks: int) -> int:
-    """How many micro-batches these rows give: blocks of the size rounded up, until none is left."""
+    """Return the number of micro-batches: blocks of the rounded-up size, until no rows are left."""
     return -(-rows // -(-rows // chunks)) if rows else chunks
 
 

@@ -30,7 +30,7 @@ def test_a_tensor_is_atomic() -> None:
 @given(problems())
 @example(Problem(42, 1, None))
 @example(Problem((), 1, None))
-def test_everything_else_runs_over_its_tensors_in_tree_order(problem: Problem) -> None:
+def test_batch_iterates_over_tensors_in_tree_order(problem: Problem) -> None:
     batch, tensors = Batch(problem.value), [leaf for leaf in problem.leaves if isinstance(leaf, Tensor)]
     assert not batch.atomic
     assert batch.value is problem.value
@@ -50,7 +50,7 @@ def test_the_wrong_one_of_tensor_and_tensors() -> None:
 
 
 @given(problems())
-def test_replacing_all_by_all_changes_nothing_and_copies_nothing(problem: Problem) -> None:
+def test_replacing_all_by_all_is_a_noop(problem: Problem) -> None:
     batch = Batch(problem.value)
     batch[:] = iter(list(batch))  # type: ignore[assignment]
     assert identical(batch, Batch(problem.value))

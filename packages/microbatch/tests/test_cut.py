@@ -9,7 +9,7 @@ from torch import Tensor, func
 
 from microbatch import scatter
 
-# What torch itself says the first time it differentiates forwards.
+# torch itself warns when it first differentiates in forward mode.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 
 CHUNKS = [1, 3]
@@ -25,7 +25,7 @@ def plain(t: Tensor, chunks: int) -> Any:
 
 
 def curved(cut: Any, chunks: Any) -> Callable[[Tensor], Tensor]:
-    """A function of a tensor that sees the order of its parts."""
+    """Return a function of a tensor whose result depends on the order of its parts."""
     return lambda t: sum(((i + 1) * (part**3).sum() for i, part in enumerate(cut(t, chunks))), torch.zeros(()))
 
 

@@ -1,4 +1,4 @@
-"""Lists with an entry for each row, of any type and size."""
+"""Lists with one entry per row, of any type and size."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -36,9 +36,7 @@ def of_all(batches: list[Any], name: str) -> list[Any]:
 
 
 @given(sizes, st.integers(0, 4), st.integers(1, 8), st.booleans(), st.booleans())
-def test_each_micro_batch_gets_the_entries_of_its_rows(
-    counts: list[int], kind: int, chunks: int, is_around: bool, views: bool
-) -> None:
+def test_entries_follow_their_rows(counts: list[int], kind: int, chunks: int, is_around: bool, views: bool) -> None:
     entries, numbers = listed(counts, kind), torch.arange(len(counts))
     value = {"rows": numbers, "labels": Entries(entries) if is_around else entries, "numbers": [*range(len(counts))]}
     spec = {"numbers": Entries(), **({} if is_around else {"labels": Entries()})}
@@ -65,7 +63,7 @@ def test_several_lists_may_be_beside_each_other() -> None:
     assert [batch.value[1:] for batch in scatter(value, 2)] == [[[1], [[3]]], [[2], [[4]]]]
 
 
-def test_what_is_no_list_for_each_row_is_refused() -> None:
+def test_entries_need_one_item_per_row() -> None:
     x = torch.ones(4)
     with pytest.raises(ValueError, match="a list of 3 entries but 4 rows"):
         scatter((x, Entries([1, 2, 3])), 4)

@@ -1,4 +1,4 @@
-"""Micro-batches are joined as they were cut; those that do not fit together are refused with the place."""
+"""`gather` joins micro-batches by the rule that split them, and errors give the path of a mismatch."""
 
 import re
 from typing import Any
@@ -53,7 +53,7 @@ def test_of_replicated_leaves_the_first_is_returned() -> None:
 
 
 def constants() -> list[Any]:
-    """Made anew by each call; no two are the same."""
+    """Return new objects on each call; no two of them are equal."""
     return [
         *map(torch.tensor, ([0.0, 0.0], [0.0], [0, 0], [True], [NAN, 1.0], [NAN, 2.0], [1.0, NAN], complex(NAN, 1))),
         torch.tensor([NAN], dtype=torch.float16),
@@ -62,7 +62,7 @@ def constants() -> list[Any]:
     ]
 
 
-def test_replicated_leaves_must_agree_not_a_number_among_them() -> None:
+def test_replicated_leaves_must_be_equal_including_nan() -> None:
     spec = {"x": None, "n": Replicate()}
     for i, first in enumerate(constants()):
         for k, other in enumerate([*constants(), torch.zeros(2, device="meta")]):

@@ -1,4 +1,4 @@
-"""Dataclasses and mappings that nobody registered: :mod:`strategies` has them everywhere; here is what is their own."""
+"""Unregistered dataclasses and mappings, beyond the general tests with :mod:`strategies`."""
 
 from collections import UserDict
 from dataclasses import InitVar, dataclass, field
@@ -31,7 +31,7 @@ class Derived:
         self.words = self.words * 2
 
 
-def test_what_a_constructor_has_done_is_not_done_again() -> None:
+def test_constructor_is_not_run_again() -> None:
     a, b = scatter(Derived(x), 2)
     assert a.value.length.tolist() == [3, 12]
     assert a.value.words.tolist() == (2 * x[:2]).tolist()

@@ -29,7 +29,7 @@ def rows(count: int) -> Tensor:
     ],
 )
 @given(rows_and_chunks)
-def test_it_is_that_of_the_whole_also_in_gradients(function: Any, rule: Any, size: tuple[int, int]) -> None:
+def test_reduction_matches_full_batch(function: Any, rule: Any, size: tuple[int, int]) -> None:
     x, y = rows(size[0]), rows(size[0])
     found = gather([batch.call(function) for batch in scatter(x, size[1])], rule)
     expected = function(y)

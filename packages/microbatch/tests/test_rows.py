@@ -1,4 +1,4 @@
-"""`gather` knows how many rows each micro-batch had, and refuses what does not follow them."""
+"""`gather` knows the rows of each micro-batch, and rejects outputs that do not match them."""
 
 from typing import Any
 
@@ -78,7 +78,7 @@ def test_any_of_several_numbers_of_rows_will_do() -> None:
         gathered(1, 3)
 
 
-def test_nothing_is_said_of_a_single_micro_batch_or_where_rows_are_unknown() -> None:
+def test_gather_skips_row_check_if_rows_unknown() -> None:
     assert gather([Batch(torch.ones(3), (2,))]).shape == (3,)
     assert gather([Batch(torch.ones(3)), Batch(torch.ones(1))]).shape == (4,)
     assert gather([Batch(torch.ones(3), (2,)), Batch(torch.ones(1))]).shape == (4,)

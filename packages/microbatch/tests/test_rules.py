@@ -84,7 +84,7 @@ def test_text_and_copies() -> None:
         assert repr(rule) == repr(again[text]) == text
 
 
-def test_a_prefix_holds_for_everything_below_it_and_none_is_the_default_also_where_a_mapping_leaves_out() -> None:
+def test_prefix_applies_to_its_subtree() -> None:
     value = {"a": x, "b": (x, [x, None]), "c": (3, "text"), "d": x}
     spec = {"a": Split(1), "b": Split(-1), "c": Replicate()}
     expected = [Split(1), Split(-1), Split(-1), None, Replicate(), Replicate(), Split(0)]

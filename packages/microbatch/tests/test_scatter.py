@@ -69,8 +69,8 @@ def test_rows_are_dealt_as_torch_chunk_deals_them(rows: int, chunks: int) -> Non
 @example(5, 4, 2)
 @example(3, 2, 2)
 @example(3, 3, 2)
-def test_the_last_micro_batch_gets_the_rows_that_it_needs(rows: int, chunks: int, least: int) -> None:
-    """Only where it alone would have fewer; then sizes differ by one at most, and there are as many as can be."""
+def test_last_micro_batch_has_at_least_least_rows(rows: int, chunks: int, least: int) -> None:
+    """The split changes only if the last one would be too small; then sizes differ by at most one."""
     x = torch.arange(rows)
     usual = [len(part) for part in x.chunk(chunks)]
     found = [batch.tensor for batch in scatter(x, chunks, least=least)]
@@ -127,7 +127,7 @@ def test_the_caller_keeps_its_value(problem: Problem) -> None:
 
 @pytest.mark.parametrize("grad", [False, True])
 @given(rows=st.integers(2, 9), chunks=st.integers(2, 5))
-def test_a_change_of_one_micro_batch_is_none_of_another(grad: bool, rows: int, chunks: int) -> None:
+def test_micro_batches_can_be_modified_independently(grad: bool, rows: int, chunks: int) -> None:
     x = torch.ones(rows, requires_grad=grad)
     w = torch.ones(rows, requires_grad=True)
     first, *rest = scatter(x, chunks)
@@ -156,7 +156,7 @@ def test_a_single_micro_batch_is_not_copied(value: Any) -> None:
     assert all(mine is theirs for mine, theirs in zip(Batch(result), Batch(value), strict=True))
 
 
-def test_a_replicated_tensor_gets_the_sum_of_its_gradients() -> None:
+def test_gradients_of_replicated_tensor_are_summed() -> None:
     x, w = torch.arange(4.0), torch.ones(1, requires_grad=True)
     batches = scatter((x, w), 2, (None, Replicate()))
     sum((b[0] * b[1]).sum() for b in batches).backward()
@@ -176,7 +176,7 @@ class Opaque(Tensor):
 
 
 @pytest.mark.parametrize("cut", [scatter, scatter_views])
-def test_a_subclass_without_the_operators_is_refused_by_name(cut: Any) -> None:
+def test_unsplittable_subclass_raises(cut: Any) -> None:
     with pytest.raises(TypeError, match=r"input\['x'\] is of type Opaque, which torch cannot split: ."):
         cut({"x": Opaque((4,))}, 2)
 
@@ -238,7 +238,7 @@ def test_a_dimension_that_is_not_there(dim: int) -> None:
 @example([2, 7], 4)
 @example([7, 2], 4)
 @example([4, 4, 2], 4)
-def test_all_tensors_give_as_many_micro_batches_or_the_first_that_does_not_is_named(rows: list[int], most: int) -> None:
+def test_mismatched_row_counts_raise(rows: list[int], most: int) -> None:
     value = {"x": torch.ones(rows[0], 3), "masks": (None, *map(torch.ones, rows[1:]))}
     counts = [count(n, most) for n in rows]
     other = next((i for i, each in enumerate(counts) if each != counts[0]), None)
@@ -255,7 +255,7 @@ def test_all_tensors_give_as_many_micro_batches_or_the_first_that_does_not_is_na
 
 
 class Ambiguous:
-    """As a NumPy array of several elements."""
+    """Like a NumPy array with several elements."""
 
     def __bool__(self) -> bool:
         raise ValueError("the truth value is ambiguous")
@@ -263,6 +263,6 @@ class Ambiguous:
 
 @pytest.mark.parametrize("value", [3, "text", Ambiguous()])
 @pytest.mark.parametrize("cut", [scatter, scatter_views])
-def test_what_is_no_tree_of_tensors_is_refused_by_its_type(cut: Any, value: Any) -> None:
+def test_unsupported_input_type_raises(cut: Any, value: Any) -> None:
     with pytest.raises(TypeError, match=f"input is of type {type(value).__name__}, which cannot be split"):
         cut(value, 2)

@@ -6,7 +6,7 @@ from .strategies import Problem, problems
 
 
 @given(problems())
-def test_each_leaf_has_a_path_that_leads_to_it(problem: Problem) -> None:
+def test_leaf_paths_evaluate_to_their_leaves(problem: Problem) -> None:
     paths = list(leaf_paths(problem.value, "value"))
     assert len(set(paths)) == len(paths)
     for path, leaf in zip(paths, problem.leaves, strict=True):

@@ -22,7 +22,7 @@ def test_views_share_memory(problem: Problem) -> None:
 
 
 @given(st.lists(st.one_of(st.integers(0, 3), st.sampled_from(["source", "sync"])), max_size=12))
-def test_after_sync_a_counter_has_moved_where_something_happened_and_nowhere_else(steps: list[Any]) -> None:
+def test_sync_propagates_version_counters(steps: list[Any]) -> None:
     x = torch.ones(4)
     batches, versions = scatter_views(x, 4)
     chunks = [batch.tensor for batch in batches]
@@ -52,7 +52,7 @@ OVERLAPPING: list[Callable[[Tensor], tuple[Tensor, ...]]] = [
 
 @pytest.mark.parametrize("value_of", OVERLAPPING)
 @given(saved=st.integers(0, 2), changed=st.integers(0, 2), chunk=st.integers(0, 1))
-def test_a_change_through_one_tensor_is_seen_by_all_that_share_its_memory(
+def test_modifying_shared_memory_is_detected(
     value_of: Callable[[Tensor], tuple[Tensor, ...]], saved: int, changed: int, chunk: int
 ) -> None:
     value = value_of(torch.randn(4, 3))
@@ -69,7 +69,7 @@ def test_a_change_through_one_tensor_is_seen_by_all_that_share_its_memory(
     assert before == [each._version for batch in batches for each in batch]
 
 
-def test_an_in_place_layer_on_each_micro_batch_works() -> None:
+def test_in_place_layers_work_on_views() -> None:
     model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 2))
     x = torch.randn(6, 3)
     y = x.clone()
@@ -82,7 +82,7 @@ def test_an_in_place_layer_on_each_micro_batch_works() -> None:
     torch.testing.assert_close(x, y)
 
 
-def test_a_source_and_its_graph_may_go_before_the_versions() -> None:
+def test_versions_do_not_keep_source_alive() -> None:
     saved = torch.ones(4)
     pointer = saved.untyped_storage()._weak_ref()
     source = torch.ones(4, requires_grad=True) * saved
@@ -98,7 +98,7 @@ def test_a_source_and_its_graph_may_go_before_the_versions() -> None:
 
 
 @given(st.sets(st.integers(0, 3)))
-def test_a_part_that_nobody_used_has_a_gradient_of_zeros_if_another_has_one(used: set[int]) -> None:
+def test_unused_view_gets_zero_gradient(used: set[int]) -> None:
     x = torch.ones(8, requires_grad=True)
     parts = [batch.tensor for batch in scatter_views(x, 4)[0]]
     sum([parts[i].sum() for i in used], start=torch.zeros((), requires_grad=True)).backward()

@@ -72,7 +72,7 @@ class Pair:
 
 
 class OnPairs(nn.Module):
-    """Passes a dataclass inside of a mapping that nobody registered with torch, half of it changed in place."""
+    """Passes a dataclass inside a mapping not registered with torch, and modifies half of it in place."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Layers whose weights are instances of subclasses of tensors, as of libraries that quantize."""
+"""Layers whose weights are tensor subclasses, as in quantization libraries."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Packed(Tensor):
         if func is aten.detach.default:
             return cls(args[0].codes, args[0].scale)
         if func is aten.clone.default:
-            return args[0].codes * args[0].scale  # so that deepcopy refuses it
+            return args[0].codes * args[0].scale  # so that deepcopy raises
         raise NotImplementedError(f"no {func} of packed weights")
 
 
 class Coded(nn.Parameter):
-    """Bytes in another shape than that of the weight, with an object that has scales, two for each byte."""
+    """Bytes of a different shape than the weight, with an object that holds two scales per byte."""
 
     def __new__(cls, codes: Tensor, requires_grad: bool = False) -> Coded:
         made = Tensor._make_subclass(cls, codes, requires_grad)
@@ -77,7 +77,7 @@ class CodedLinear(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A layer of packed weights, which do not train, beside one of a low rank."""
+    """A layer of packed, frozen weights with a low-rank adapter."""
 
     def __init__(self, base: nn.Module, width: int) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ def layers(timed: bool) -> st.SearchStrategy[LayerProfile]:
 
 @st.composite
 def profiles(draw: st.DrawFn, timed: st.SearchStrategy[bool] = st.booleans(), min_size: int = 1) -> Profile:  # noqa: B008
-    """Of the same layers at one number of rows or several, with a loss or without."""
+    """Return a profile of the same layers at one or several numbers of rows, with or without a loss."""
     ran, with_loss = draw(timed), draw(st.booleans())
     rows = sorted(draw(st.sets(st.integers(0, 4096), min_size=1, max_size=3)))
     first = draw(st.lists(layers(ran), min_size=min_size, max_size=4, unique_by=lambda x: x.name))

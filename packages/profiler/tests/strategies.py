@@ -26,7 +26,7 @@ class Call(nn.Module):
 
 
 class OnGradient(torch.autograd.Function):
-    """The identity, in whose backward a function makes another gradient of the one that arrives."""
+    """The identity, whose backward maps the gradient with a function."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, function: Callable[[torch.Tensor], Any]) -> torch.Tensor:

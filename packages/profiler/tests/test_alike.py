@@ -1,4 +1,4 @@
-"""Layers that are alike are counted once without data, and the figures are those of counting each."""
+"""Identical layers are counted only once on fake tensors, with the same figures."""
 
 from unittest.mock import patch
 
@@ -55,7 +55,7 @@ class Other(Block):
     pass
 
 
-def test_a_deep_model_takes_as_long_as_one_block():
+def test_deep_model_costs_one_block():
     shared = object()
     assert calls(*(Block(config=shared) for _ in range(20))) == 1
 

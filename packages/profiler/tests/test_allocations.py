@@ -23,7 +23,7 @@ def test_counts_what_python_or_the_graph_keeps_alive():
     assert births.alive() == 4
 
 
-def test_views_in_place_results_and_inputs_are_nothing_new():
+def test_views_in_place_results_and_inputs_allocate_nothing():
     x = torch.rand(4, 3)
     births = AllocationTracker()
     with births:
@@ -44,8 +44,8 @@ def test_a_reused_address_is_a_new_storage():
     assert births.peak == 4 * len(y)
 
 
-def test_storages_may_die_on_another_thread_while_they_are_counted(monkeypatch):
-    """As activations do that one stage of a pipeline made and another, or the caller, lets go."""
+def test_storages_may_be_freed_on_another_thread(monkeypatch):
+    """Like activations created by one stage of a pipeline and released by another, or by the caller."""
 
     def interrupted(storage):
         thread = threading.Thread(target=dying.clear)
@@ -69,7 +69,7 @@ BIAS = 6 * 4
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=5))
 def test_sums_are_those_of_the_model(owners):
-    """Layer i has the weight of number ``owners[i]``, and a bias of its own."""
+    """Layer i has weight ``owners[i]``, and its own bias."""
     weights = [nn.Parameter(torch.rand(6, 6)) for _ in range(4)]
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in owners))
     for layer, owner in zip(model, owners, strict=True):

@@ -1,4 +1,4 @@
-"""What a layer leaves alive, and what becomes of it behind the next."""
+"""The bytes that a layer saves, and how the following layers free them."""
 
 import pytest
 import torch
@@ -17,9 +17,9 @@ def counted(model: nn.Sequential, sample: torch.Tensor, device: str = "cpu"):
     return profile(model, sample, device=device, timeout=1e-6, split_backward=True)
 
 
-# Of a value with several tensors it is not known which of them a layer frees; a detach frees the graph before it.
+# A layer may free some tensors of a value with several; a detach frees the previous part of the graph.
 @given(models(without=("dict", "tuple", "detach")), samples())
-def test_together_layers_keep_what_a_run_of_all_leaves_alive(model, sample):
+def test_saved_bytes_of_layers_add_up(model, sample):
     tracker, entered = AllocationTracker(), sample.detach().requires_grad_(sample.requires_grad) * 1
     with tracker:
         output = model.train()(entered)
@@ -48,7 +48,7 @@ def test_the_peak_of_a_backward_counted_by_hand(device):
     weight = 4 * (WIDTH * WIDTH + WIDTH)
     model = nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, WIDTH))
     first, second = counted(model, torch.rand(8, WIDTH, requires_grad=True), device)
-    # What tanh gave, the gradients of what it gave and of what it got.
+    # The output of tanh, and the gradients of its output and input.
     assert first.peak_bytes == 3 * 8 * ROW
     assert second.peak_bytes == 2 * 8 * ROW + weight
 
@@ -70,13 +70,13 @@ class Twice(nn.Linear):
     ],
     ids=["linear", "tanh", "in place", "frozen", "lstm", "twice"],
 )
-def test_a_backward_has_two_parts_where_an_engine_may_do_one_first(make, splits):
+def test_split_backward_is_timed_in_two_parts(make, splits):
     (layer,) = counted(nn.Sequential(make()), torch.rand(8, WIDTH, requires_grad=True))
     assert (layer.backward_input_seconds is not None) == splits
 
 
 @pytest.mark.parametrize("name", HARD)
-def test_every_layer_gets_its_figures_and_fake_tensors_agree(name):
+def test_hard_layers_agree_with_fake_tensors(name):
     model, sample = HARD[name]()
     real = profile(model, sample, device="cpu", timeout=1e-6)
     assert real.names == [name for name, _ in model.named_children()]
@@ -100,14 +100,14 @@ def test_a_backward_goes_through_the_skip_too():
     found = profile(model, sample.requires_grad_(), device="cpu", timeout=1e-6)
     assert all(layer.backward_seconds > 0 for layer in found)
     rows = 4 * 6 * 4
-    # What is stashed is alive after the forward; what is popped was born elsewhere.
+    # Stashed tensors are alive after the forward; popped ones were created by a different layer.
     assert found["0"].saved_bytes == 2 * rows
     assert found["2"].saved_bytes == rows
 
 
-# The compiler looks at tensors in a way that PyTorch itself warns about.
+# torch warns about the way in which its compiler accesses tensors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
-def test_compiled_layers_are_timed_compiled_counted_as_written_and_stay_compiled():
+def test_compiled_layers_are_timed_compiled():
     graphs, runs = [], []
 
     def backend(graph, inputs):

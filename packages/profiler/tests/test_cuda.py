@@ -27,8 +27,8 @@ def slow(x):
     return x * 1
 
 
-def test_seconds_are_those_of_the_current_stream():
-    """On the default stream no time passes: events there would be close together."""
+def test_seconds_are_measured_on_current_stream():
+    """The default stream is idle, so events on it would be close together."""
     with torch.cuda.stream(torch.cuda.Stream()):
         (seconds,) = profile(
             nn.Sequential(Call(slow)), torch.rand(4, requires_grad=True), device="cuda", timeout=0.05

@@ -1,4 +1,4 @@
-"""Without a device: a fused kernel of attention keeps no scores, and what shares memory still does."""
+"""On meta tensors, fused attention saves no scores, and shared memory stays shared."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -51,11 +51,11 @@ def test_layers_of_pytorch_keep_no_scores(layer):
     times = 256
     x = torch.rand(1, times, 32, requires_grad=True)
     saved = [costs(layer(32, 4, 32, dropout=dropout, batch_first=True), x)[0] for dropout in (0.1, 0.0)]
-    assert saved[0] - saved[1] < 4 * times * times * 4  # as much as the scores
+    assert saved[0] - saved[1] < 4 * times * times * 4  # the size of the scores
 
 
 class Rows(nn.Parameter):
-    """As the packed weights of libraries that quantize."""
+    """Like the packed weights of quantization libraries."""
 
 
 PLACES = {
@@ -70,8 +70,8 @@ PLACES = {
 @fewer
 @given(st.lists(st.tuples(st.sampled_from([*PLACES]), st.integers(0, 2)), min_size=1, max_size=8), st.booleans())
 @example([("parameter", 0), ("state", 0)], True)
-def test_tensors_that_share_memory_share_it_in_a_blank_copy(held, is_faked):
-    """Two tensors of the same number have the same memory; so does a weight that its layer also keeps elsewhere."""
+def test_blank_copy_preserves_shared_memory(held, is_faked):
+    """Tensors with the same index share memory, like a weight that its layer stores twice."""
     layer = nn.Module()
     layer.state = SimpleNamespace()
     layer.weight = Rows(torch.ones(2, dtype=torch.int8), requires_grad=False)  # so that attributes count

@@ -1,4 +1,4 @@
-"""Floating-point operations, beside the matrix products that they are made of."""
+"""FLOPs, compared with the matrix products that they consist of."""
 
 import pytest
 import torch
@@ -32,9 +32,7 @@ def flops(layer: nn.Module, x: torch.Tensor, device: str) -> float:
 @DEVICES
 @fewer
 @given(sizes, sizes, sizes, sizes, st.integers(1, 2), st.booleans(), st.booleans())
-def test_an_lstm_multiplies_its_matrices_with_each_input_and_state(
-    device, rows, times, width, hidden, layers, both_ways, bias
-):
+def test_lstm_counts_products_with_inputs_and_states(device, rows, times, width, hidden, layers, both_ways, bias):
     inner = nn.LSTM(width, hidden, layers, bidirectional=both_ways, bias=bias, batch_first=True)
     ways, once = 1 + both_ways, 0
     for entering in [width, *(ways * hidden for _ in range(layers - 1))]:
@@ -45,7 +43,7 @@ def test_an_lstm_multiplies_its_matrices_with_each_input_and_state(
 
 @pytest.mark.parametrize("kind", [nn.GRU, nn.RNN])
 def test_no_recurrent_layer_is_free(kind):
-    """Those that run step by step leave out gradients of the first state, which nobody needs."""
+    """Stepwise layers omit the gradient of the initial state, which is never used."""
     rows, times, width = 4, 6, 8
     layer = kind(width, width, num_layers=2, batch_first=True)
     most = 3 * product(rows * times, 1, sum(p.numel() for p in layer.parameters() if p.dim() == 2))
@@ -59,7 +57,7 @@ def test_attention_multiplies_queries_keys_and_values(device, rows, times, heads
     layer = Attends(heads * width, heads, batch_first=True)
     projections = product(rows * times, heads * width, 4 * heads * width)
     scores = 2 * rows * heads * product(times, width, times)
-    # Kernels that keep no scores compute them again, for the gradients of queries, keys and values.
+    # Kernels that save no scores recompute them for the gradients of queries, keys and values.
     assert flops(layer, torch.rand(rows, times, heads * width), device) == 3 * projections + 3.5 * scores
 
 
@@ -94,7 +92,7 @@ fused.register_fake(torch.empty_like)
     ],
 )
 @DEVICES
-def test_an_operation_without_a_formula_is_named_with_its_layer(compute, name, device):
+def test_missing_formula_warning_names_operation_and_layer(compute, name, device):
     with pytest.warns(
         UserWarning, match=f"layer '1': there is no FLOP formula for {name}.*, so the FLOPs of the layer"
     ):

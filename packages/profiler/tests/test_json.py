@@ -18,7 +18,7 @@ def test_what_is_written_is_read(profile):
 
 @fewer
 @given(profiles(), st.data())
-def test_a_missing_or_unknown_key_is_refused_by_name(profile, data):
+def test_missing_or_unknown_key_raises(profile, data):
     document = json.loads(profile.to_json())
     part = data.draw(st.sampled_from([document, document["layers"][0]]))
     key = data.draw(st.sampled_from(sorted(part)))
@@ -59,7 +59,7 @@ _values = st.recursive(
 
 @fewer
 @given(profiles(), _values, st.data())
-def test_a_document_that_was_changed_anywhere_is_refused_or_can_be_used(profile, value, data):
+def test_corrupted_document_raises_or_is_usable(profile, value, data):
     document = part = json.loads(profile.to_json())
     while True:
         key = data.draw(st.sampled_from(sorted(part) if isinstance(part, dict) else range(len(part))))

@@ -26,7 +26,7 @@ def test_bytes_of_cross_entropy(device, chunks):
 
 
 @pytest.mark.parametrize("rest", [(), ({"hits": 1},)])
-def test_a_loss_that_is_a_module_and_one_that_counts(rest):
+def test_module_loss_and_counting_loss(rest):
     class Head(nn.Module):
         def __init__(self):
             super().__init__()

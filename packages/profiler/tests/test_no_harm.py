@@ -1,4 +1,4 @@
-"""Whatever is profiled, and however it ends, the caller finds everything as it was."""
+"""A profile leaves everything of the caller unchanged, whatever it profiles and however it ends."""
 
 import copy
 import gc
@@ -42,7 +42,7 @@ ways = st.sampled_from(sorted(WAYS)).map(WAYS.__getitem__)
 
 
 def state(model, sample):
-    """All that could be told apart afterwards."""
+    """Return everything that a profile must leave unchanged."""
     tensors = [*model.named_parameters(), *model.named_buffers(), *enumerate(tree_leaves(sample))]
     return {
         "identities": [(name, id(x), x.data_ptr(), x._version, x.requires_grad, x.grad_fn) for name, x in tensors],
@@ -107,7 +107,7 @@ def test_nothing_is_left_in_memory(model, sample, way, autocast):
         assert births.alive() == 0
 
 
-def test_counts_cast_weights_under_autocast_and_leaves_no_cache():
+def test_autocast_weights_are_counted_without_filling_cache():
     model, sample = nn.Sequential(nn.Linear(6, 6)), torch.rand(4, 6)
     with torch.autocast("cpu", torch.bfloat16):
         found = profile(model, sample, device="cpu", timeout=1e-6)
@@ -118,7 +118,7 @@ def test_counts_cast_weights_under_autocast_and_leaves_no_cache():
 
 
 @pytest.mark.parametrize("look", [lambda x: x * x.sum().item(), lambda x: x[x > 0.5]], ids=["item", "mask"])
-def test_a_layer_that_wants_values_is_told_where_they_are(look):
+def test_layer_that_reads_values_raises_on_meta(look):
     with pytest.raises(RuntimeError, match="use device='cpu'"):
         profile(nn.Sequential(Call(look)), torch.rand(4, 6), device="meta")
 

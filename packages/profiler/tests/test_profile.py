@@ -31,7 +31,7 @@ def test_without_a_device_there_is_everything_but_seconds(model, sample, chunks)
     real = profile(model, sample, device="cpu", chunks=chunks, timeout=1e-6)
     fake = profile(model, sample, device="meta", chunks=chunks)
     for ghost, layer in zip(fake, real, strict=True):
-        # A real kernel may spare itself a gradient that nobody needs.
+        # A real kernel may skip an unused gradient.
         assert ghost.peak_bytes >= layer.peak_bytes
         assert ghost == replace(layer, forward_seconds=None, backward_seconds=None, peak_bytes=ghost.peak_bytes)
 
@@ -48,7 +48,7 @@ def test_counted_by_hand():
     assert (flatten.saved_bytes, flatten.output_bytes) == (0, 4 * 5 * 4)
 
 
-def test_the_default_is_no_device_for_a_module_without_data():
+def test_meta_module_defaults_to_meta_device():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 3))
     assert profile(model, torch.rand(2, 3)).device == "meta"
@@ -64,7 +64,7 @@ def test_a_model_far_larger_than_memory_is_sized():
 
 
 class Chain(nn.ModuleList):
-    """Like a pipe: computes its children one after the other, and iterates over them."""
+    """Like a pipe: runs its children in sequence, and iterates over them."""
 
     def forward(self, x):
         for layer in self:
@@ -72,7 +72,7 @@ class Chain(nn.ModuleList):
         return x
 
 
-def test_what_iterates_over_its_layers_is_as_good_as_a_sequential():
+def test_any_iterable_of_layers_is_accepted():
     layers = nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2)
     found, expected = (
         profile(kind, torch.rand(4, 6), device="meta") for kind in (Chain(layers), nn.Sequential(*layers))
@@ -81,7 +81,7 @@ def test_what_iterates_over_its_layers_is_as_good_as_a_sequential():
 
 
 @given(st.integers(1, 8), st.booleans())
-def test_a_weight_that_its_layer_keeps_in_several_places_counts_once(rows, is_taken):
+def test_weight_stored_twice_counts_once(rows, is_taken):
     class Rows(nn.Parameter):
         pass
 
@@ -106,7 +106,7 @@ def test_a_weight_that_its_layer_keeps_in_several_places_counts_once(rows, is_ta
     st.sampled_from([torch.float32, torch.float64]),
     st.booleans(),
 )
-def test_a_sparse_tensor_counts_the_bytes_of_its_indices_and_values(how, entries, dtype, requires_grad):
+def test_sparse_tensor_counts_indices_and_values(how, entries, dtype, requires_grad):
     blocks, dense = [(2, 2)] if "sparse_b" in how else [], torch.zeros(8, 64, dtype=dtype)
     dense[0, : 2 * entries : 2] = 1
     sparse = getattr(dense, how)(*blocks)

@@ -27,7 +27,7 @@ def affine(rows: int, slope: int, constant: int, others: tuple[Profile, ...] = (
     st.integers(0, 50),
     st.integers(0, 1000),
 )
-def test_affine_costs_are_known_at_any_number_of_rows(measured, rows, slope, constant):
+def test_affine_costs_are_exact_at_any_rows(measured, rows, slope, constant):
     *fewer, most = measured
     found = affine(most, slope, constant, tuple(affine(each, slope, constant) for each in fewer)).at(rows)
     expected = affine(rows, slope, constant)
@@ -40,7 +40,7 @@ def test_affine_costs_are_known_at_any_number_of_rows(measured, rows, slope, con
 
 @given(st.lists(st.integers(1, 64), min_size=3, max_size=4, unique=True).map(sorted), st.data())
 def test_the_nearest_two_count(measured, data):
-    """On a curve every other pair gives another figure."""
+    """For a curved cost, every other pair would give a different figure."""
     k = data.draw(st.integers(1, len(measured) - 1))
     rows = data.draw(st.integers(measured[k - 1], measured[k]))
     *fewer, most = [affine(each, 0, each**2) for each in measured]

@@ -35,7 +35,7 @@ def test_sparse_buffers_are_copied(how):
 
 
 @pytest.mark.parametrize("size", ["small", "large"])
-def test_large_modules_are_copied_one_layer_at_a_time_and_small_ones_once(size, monkeypatch):
+def test_large_modules_are_copied_layer_by_layer(size, monkeypatch):
     alive, most, made = set(), [0], [0]
 
     class Counting(nn.Module):
@@ -56,7 +56,7 @@ def test_large_modules_are_copied_one_layer_at_a_time_and_small_ones_once(size, 
     assert (most, made) == {"small": ([3], [3]), "large": ([1], [6])}[size]
 
 
-def test_detach_cuts_the_graph_and_keeps_who_requires_grad():
+def test_detach_preserves_requires_grad():
     x = torch.rand(3, requires_grad=True)
     batch = Batch((x * 2, torch.rand(3), torch.arange(3)))
     before = [y.clone() for y in batch]

@@ -1,4 +1,4 @@
-"""Layers that cannot run without data cost without a device what they cost on a CPU."""
+"""Stub weights: layers that cannot run on meta tensors have the same costs without a device as on a CPU."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ FIGURES = (
 
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_costs_without_a_device_are_those_on_a_cpu(kind: str, adapted: bool) -> None:
+def test_costs_without_device_match_cpu(kind: str, adapted: bool) -> None:
     make, _ = KINDS[kind]
     layers = [Adapted(make(WIDTH), WIDTH) if adapted else make(WIDTH) for _ in range(3)]
     model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), *layers), torch.randn(5, WIDTH)

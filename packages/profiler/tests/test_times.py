@@ -1,4 +1,4 @@
-"""Seconds, by a clock that goes on only as layers say."""
+"""Timing, with a clock that only layers advance."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -24,7 +24,7 @@ def clock(monkeypatch):
 
 
 class Timed(torch.autograd.Function):
-    """The identity, which takes the next of so many seconds forward and backward."""
+    """The identity, which advances the clock by the next number of seconds in forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forward: Iterator[float], backward: Iterator[float]) -> torch.Tensor:
@@ -50,7 +50,7 @@ class Slow(nn.Module):
 
 
 class Weighted(nn.Module):
-    """4 seconds for the gradient of the input, 3 for that of the weight."""
+    """A layer that takes 4 seconds for the gradient of the input, and 3 for the weight's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,15 +76,15 @@ def test_the_part_of_the_backward_for_the_inputs(layer, requires_grad, expected)
     assert (found.forward_seconds, found.backward_seconds, found.backward_input_seconds) == expected
 
 
-def test_forward_and_backward_have_medians_of_their_own():
-    """After a round to warm up."""
+def test_forward_and_backward_have_separate_medians():
+    """The first round is a warm-up."""
     layer = Slow((99, 1, 5, 3), (99, 9, 2, 4))
     (found,) = profile(nn.Sequential(layer), torch.rand(2, requires_grad=True), device="cpu", timeout=1)
     assert (found.forward_seconds, found.backward_seconds) == (3, 4)
 
 
-def test_every_round_starts_with_the_sample_and_without_gradients():
-    """An accumulation costs more than a first gradient, which is what most steps of training have."""
+def test_every_round_starts_without_gradients():
+    """Accumulating a gradient costs more than a first one, and training steps usually start without gradients."""
     seen = []
 
     class Adds(nn.Module):
@@ -102,7 +102,7 @@ def test_every_round_starts_with_the_sample_and_without_gradients():
 
 @fewer
 @given(st.booleans(), st.booleans(), st.integers(1, 3))
-def test_all_ways_give_forward_and_backward_whatever_the_callers_grad_mode(grad, inference, layers):
+def test_times_do_not_depend_on_grad_mode(grad, inference, layers):
     x = torch.rand(2, requires_grad=True)
     model = nn.Sequential(*(Slow() for _ in range(layers)))
     with torch.inference_mode(inference), torch.set_grad_enabled(grad):

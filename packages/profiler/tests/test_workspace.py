@@ -1,4 +1,4 @@
-"""Bytes beside what the allocator of the CPU hands out: the scratch memory of kernels counts."""
+"""Scratch memory of kernels is counted in addition to the bytes from the CPU allocator."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from profiler import AllocationTracker, profile
 
 
 def counted(run: Callable[[], Any]) -> tuple[int, int]:
-    """What `run` leaves allocated, and the peak."""
+    """Return the bytes that `run` leaves allocated, and the peak."""
     with AllocationTracker() as tracker:
         kept = run()
     alive = tracker.alive()
@@ -34,7 +34,7 @@ MEASURED = {
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_bytes_of_convolutional_layers_are_those_of_the_allocator(name: str) -> None:
+def test_convolution_bytes_match_the_allocator(name: str) -> None:
     make, left, peak = MEASURED[name]
     layer, x = make(), torch.rand(4, 16, 32, 32, requires_grad=True)
 
@@ -47,10 +47,10 @@ def test_bytes_of_convolutional_layers_are_those_of_the_allocator(name: str) -> 
     assert counted(step)[1] == pytest.approx(peak, rel=0.1)
 
 
-def test_a_profile_has_the_memory_of_kernels_in_its_peaks():
+def test_peaks_include_kernel_scratch_memory():
     model, x = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1)), torch.rand(4, 16, 32, 32, requires_grad=True)
     for device in ("cpu", "meta"):
         (layer,) = profile(model, x, device=device, timeout=1e-6)
-        # The gradients of what comes in and goes out, and two copies in an order of the kernel's own.
+        # The gradients of the input and output, and two copies in the kernel's own layout.
         assert layer.peak_bytes > 4 * x.nbytes
         assert layer.saved_bytes == x.nbytes

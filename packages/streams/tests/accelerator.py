@@ -1,4 +1,4 @@
-"""A stand-in for an accelerator of any type: it computes nothing, but knows what waits for what."""
+"""A fake accelerator of any type: it computes nothing, but tracks dependencies between streams."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KINDS = ("cuda", "xpu", "mps", "privateuseone")
 
 
 class FakeStream:
-    """A queue, of which only the length is kept, and how far into which other queues it has waited."""
+    """A queue that stores only its length, and how far it has waited for other queues."""
 
     def __init__(self, device: torch.device, number: int) -> None:
         self.device = device
@@ -40,7 +40,7 @@ class FakeStream:
         self.synchronised = True
 
     def comes_after(self, other: FakeStream) -> bool:
-        """Whether what is queued here next begins after everything that is queued there now."""
+        """Return whether the next item queued here starts after everything queued in ``other`` so far."""
         return other is self or self.seen.get(other, 0) >= other.queued
 
     def __enter__(self) -> None:
@@ -69,7 +69,7 @@ class FakeEvent:
 
 
 class FakeAccelerator(threading.local):
-    """What :mod:`torch.accelerator` asks; the current device and the current streams are each thread's own."""
+    """The backend of :mod:`torch.accelerator`; the current device and streams are thread-local."""
 
     def __init__(self, kind: str, devices: int, streams: dict[tuple[int, int], FakeStream]) -> None:
         self.kind = kind
@@ -119,7 +119,7 @@ class FakeAccelerator(threading.local):
 
 
 class _StreamType(type):
-    """So that ``isinstance`` knows the fake streams, and calling it makes one."""
+    """A metaclass that makes fake streams pass ``isinstance``, and creates one when called."""
 
     fake: FakeAccelerator
 
@@ -132,7 +132,7 @@ class _StreamType(type):
 
 @contextmanager
 def accelerator(kind: str, devices: int = 3) -> Iterator[FakeAccelerator]:
-    """Inside, torch has an accelerator of that type with so many devices."""
+    """Give torch an accelerator of that type, with ``devices`` devices."""
     fake = FakeAccelerator(kind, devices, {})
     stream_type = _StreamType("Stream", (), {"fake": fake})
     changes: list[tuple[Any, str, Any]] = [

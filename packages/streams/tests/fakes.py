@@ -16,11 +16,11 @@ from streams import CPUStream, Task
 T = TypeVar("T")
 
 PATIENCE = 300.0
-"""Seconds after which something that should have happened counts as hanging."""
+"""Timeout in seconds: a missing event counts as a hang."""
 
 
 class FakeDevice:
-    """A device of its own, different from every other."""
+    """A device that differs from every other device."""
 
     type = "fake"
     index = None
@@ -37,13 +37,13 @@ def wait(event: Event) -> None:
 
 
 def started_from_now() -> Callable[[], set[Thread]]:
-    """A function that tells which threads live that did not before; those of other tests may end meanwhile."""
+    """Return a function that returns the threads started since now; threads of other tests may end in between."""
     before = set(threading.enumerate())
     return lambda: set(threading.enumerate()) - before
 
 
 def in_thread(call: Callable[[], T]) -> T:
-    """What ``call`` gives, or raises, on a fresh thread."""
+    """Return the result of ``call``, or raise its exception, on a fresh thread."""
     future: Future[T] = Future()
     thread = Thread(target=settle, args=(future, call), daemon=True)
     thread.start()
@@ -60,12 +60,12 @@ def settle(future: Future[T], call: Callable[[], T]) -> None:
 
 
 def in_child(call: Callable[[], object]) -> str:
-    """``repr`` of what ``call`` gives, or raises, in a fork of this process; one that hangs is killed."""
+    """Return ``repr`` of the result or exception of ``call`` in a fork of this process; a hanging fork is killed."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
         try:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the parent may have a time limit of its own
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the parent may have its own time limit
             signal.alarm(int(PATIENCE))
             try:
                 answer = repr(call())
@@ -82,14 +82,14 @@ def in_child(call: Callable[[], object]) -> str:
 
 
 def in_fresh_process(program: str) -> subprocess.CompletedProcess[str]:
-    """What a Python of its own says that runs ``program`` and can import what this one can."""
+    """Run ``program`` in a new Python process that can import everything this one can."""
     path = os.pathsep.join(filter(None, sys.path))
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     return subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
 
 
 def submit(in_queue, call):
-    """A future of what ``call`` gives on the worker of ``in_queue``."""
+    """Run ``call`` on the worker of ``in_queue``, and return a future of its result."""
     future = Future()
     in_queue.put(Task(CPUStream, compute=lambda: settle(future, call)))
     return future

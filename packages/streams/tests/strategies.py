@@ -1,4 +1,4 @@
-"""Surroundings: blocks that change what a thread sees of torch, one inside the other."""
+"""Nested contexts that change the thread-local state of torch."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 COLOUR: ContextVar[str] = ContextVar("COLOUR", default="none")
 SIZE: ContextVar[int] = ContextVar("SIZE")
 LOG: list[str] = []
-"""What hooks and modes wrote; a test looks at it while one thread runs."""
+"""Messages of hooks and modes, which a test reads while a single thread runs."""
 
 DEVICE_TYPES = torch._C._autocast_supported_devices()
 Opens = Callable[..., AbstractContextManager[Any]]
@@ -22,7 +22,7 @@ Opens = Callable[..., AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Block:
-    """A block by name, and how to open it."""
+    """A context manager with a name."""
 
     name: str
     open: Callable[[], AbstractContextManager[Any]] = field(repr=False, compare=False)
@@ -47,7 +47,7 @@ def hooks(name: str) -> saved_tensors_hooks:
 
 @contextmanager
 def cast(kind: str, dtype: torch.dtype, enabled: bool) -> Iterator[None]:
-    # torch.autocast refuses device types that this machine has not.
+    # torch.autocast rejects device types that this machine does not have.
     was, old = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     torch.set_autocast_enabled(kind, enabled)
     torch.set_autocast_dtype(kind, dtype)

@@ -1,4 +1,4 @@
-"""Workers, and whoever applies a context, see what was seen where it was captured."""
+"""Workers and applied contexts reproduce the state in which the context was captured."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def observe():
-    """Everything that this thread sees: the state as torch tells it, and what it does to a small computation."""
+    """Return the thread-local state of torch, and its effect on a small computation."""
     return state() | {"computation": computation()}
 
 
@@ -39,7 +39,7 @@ def computation():
     LOG.clear()
     x, w = WEIGHTS
     first = x @ w
-    # A layer with an autocast of its own: at its end kept casts go, unless an outer block still needs them.
+    # A layer with its own autocast: cached casts are dropped at its end, unless an outer block still needs them.
     with torch.autocast("cpu"):
         second = x @ w
     y = first + (x @ w).exp() + second
@@ -51,7 +51,7 @@ def computation():
         "grads": [g is not None for g in torch.autograd.grad(y.sum(), WEIGHTS)] if y.requires_grad else None,
         "log": list(LOG),
     }
-    # What one observation kept must not show in the next.
+    # Casts cached by one observation must not affect the next.
     torch.clear_autocast_cache()
     return result
 
@@ -60,7 +60,7 @@ WEIGHTS = [torch.randn(3, 3, requires_grad=True) for _ in range(2)]
 
 
 def graph(tensor):
-    """The graph behind ``tensor``: each node by name, with the numbers of those it leads to."""
+    """Return the graph of ``tensor``: each node's name, and the indices of its successors."""
     numbers, nodes = {}, []
 
     def visit(node):
@@ -77,7 +77,7 @@ def graph(tensor):
 
 
 def in_worker(call, **kwargs):
-    """What ``call`` gives on a worker spawned here."""
+    """Return the result of ``call`` on a worker spawned here."""
     with spawn_workers([CPU], **kwargs) as ([in_queue], _):
         return submit(in_queue, call).result(PATIENCE)
 
@@ -94,12 +94,12 @@ def test_a_worker_sees_what_its_caller_saw(blocks):
 
 
 VARIABLES = [block(variable, COLOUR, "white"), block(variable, SIZE, 9)]
-"""Variables are not taken away, so whoever is compared has some."""
+"""Variables cannot be unset, so both sides of a comparison have them."""
 
 
 @given(surroundings(), surroundings())
 @example([], [block(cast, "mps", torch.bfloat16, True)])
-def test_a_context_replaces_whatever_there_was_and_gives_it_back(blocks, others):
+def test_context_replaces_state_and_restores_it(blocks, others):
     with inside(VARIABLES + blocks):
         context, seen = Context.capture(), observe()
     with inside(others):
@@ -113,7 +113,7 @@ def test_a_context_replaces_whatever_there_was_and_gives_it_back(blocks, others)
 @example([], [block(torch.set_grad_enabled, False)])
 @example([], [block(cast, "cpu", torch.bfloat16, True)])
 @example([], [block(variable, SIZE, 1)])
-def test_over_a_context_that_is_known_it_does_the_same(blocks, others):
+def test_context_applied_over_known_context_is_equivalent(blocks, others):
     with inside(VARIABLES):
         with inside(blocks):
             context, seen = Context.capture(), observe()
@@ -161,8 +161,8 @@ class Casts(DispatchMode):
 class SharedCasts(RuleBasedStateMachine):
     """Threads enter and leave one context with autocast, in any order, and use one weight.
 
-    Property: the weight is cast at its first use after a time in which no thread was inside, and at no other: a thread
-    that leaves takes no cast from those that stay, and no cast outlives the last one.
+    Property: the weight is cast at its first use after a time in which no thread was inside, and at no other. A leaving
+    thread removes no cast used by the remaining ones, and no cast outlives the last one.
     """
 
     @initialize(cache=st.booleans())
@@ -193,7 +193,7 @@ class SharedCasts(RuleBasedStateMachine):
             counted = Casts()
             with counted.pushed():
                 product = x @ self.weight
-                if autocast:  # a layer with a block of its own
+                if autocast:  # a layer with its own block
                     with torch.autocast("cpu", cache_enabled=self.cache):
                         x @ self.weight
             assert product.item() == self.weight.item()

@@ -1,4 +1,4 @@
-"""The vocabulary of streams on a GPU: each wait and each record is seen to matter."""
+"""Streams on a GPU: every wait and every record is shown to have an effect."""
 
 import pytest
 import torch
@@ -43,8 +43,8 @@ def warm_up() -> None:
 def late_ones(stream):
     """Zeros that turn to ones on ``stream``, long after this returns, and room to read them into.
 
-    Everything is allocated before the stream is busy, since an allocation may wait for the device and so hide that
-    nobody else did.
+    Everything is allocated before the stream is busy, since an allocation may synchronize the device and so hide a
+    missing wait.
     """
     x, room = torch.zeros(1000, device=DEVICE), torch.zeros(1000, device=DEVICE)
     torch.cuda.synchronize()
@@ -94,7 +94,7 @@ def test_a_value_handed_from_stream_to_stream_arrives(hops):
     assert seen_by(here, x, room) == 1000 * (hops + 1)
 
 
-def test_a_stream_waits_for_an_event_and_not_for_what_came_after_it():
+def test_wait_event_ignores_later_work():
     warm_up()
     source, target = new_stream(DEVICE), new_stream(DEVICE)
     x, room = late_ones(target)
@@ -103,14 +103,14 @@ def test_a_stream_waits_for_an_event_and_not_for_what_came_after_it():
         for _ in range(10):
             sleep()
     wait_event(source, event)
-    assert not event.query(), "the caller was held up"
+    assert not event.query(), "the call blocked the host"
     assert seen_by(source, x, room) == 1000
-    assert not target.query(), "the source waited for what came after the event"
+    assert not target.query(), "the source waited for work queued after the event"
     target.synchronize()
 
 
 def reused(view, *, recorded):
-    """Whether the block under ``view`` is handed out again while another stream is still busy."""
+    """Return whether the block of ``view`` is reused while a different stream is still busy."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     reader = new_stream(DEVICE)
@@ -130,13 +130,13 @@ def reused(view, *, recorded):
 @pytest.mark.parametrize(
     "view", [lambda x: x, lambda x: x[256:512], lambda x: x.view(32, 32).t()[3:], lambda x: x.view(torch.int32)[5:]]
 )
-def test_the_block_of_a_recorded_view_is_not_handed_out_while_it_is_read(view):
+def test_recorded_block_is_not_reused_while_read(view):
     warm_up()
     assert reused(view, recorded=False), "the allocator did not reuse the block anyway: this proves nothing"
     assert not reused(view, recorded=True)
 
 
-def test_results_of_two_workers_streams_meet_after_a_wait():
+def test_caller_waits_for_streams_of_two_workers():
     warm_up()
     here = current_stream(DEVICE)
     streams = [new_stream(DEVICE) for _ in range(2)]

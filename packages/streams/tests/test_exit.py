@@ -1,10 +1,10 @@
-"""The exit of the interpreter neither waits for idle and blocked workers nor kills those that compute."""
+"""At exit, the interpreter does not wait for idle or blocked workers, and does not kill busy ones."""
 
 from textwrap import dedent
 
 from .fakes import in_fresh_process
 
-# Three workers that nobody ends: one idle, one computing for ever, one waiting for ever.
+# Three workers that are never stopped: one idle, one computing forever, one waiting forever.
 SCRIPT = dedent("""
     import atexit, queue, sys, threading, torch
     # Registered before the import, so it runs after what the import registers.
@@ -32,6 +32,6 @@ SCRIPT = dedent("""
 """)
 
 
-def test_workers_neither_hold_up_the_interpreters_exit_nor_change_its_status():
+def test_workers_do_not_affect_interpreter_exit():
     done = in_fresh_process(SCRIPT)
     assert (done.returncode, done.stdout, done.stderr) == (7, "the idle one said (False, None)\n", "")

@@ -96,7 +96,7 @@ WRONG = [lost_update, opposite_locks, lost_wake_up, late_flag, too_few_turns, le
 
 
 @pytest.mark.parametrize("program", WRONG)
-def test_each_mistake_is_found_with_one_preemption_and_repeated(program: Callable[[], None]) -> None:
+def test_mistakes_are_found_and_repeated(program: Callable[[], None]) -> None:
     found = explore(program, preemptions=1)
     (failure,) = found.failures
     with pytest.raises(type(failure.error)):
@@ -109,7 +109,7 @@ def test_random_priorities_find_each_mistake_too(program: Callable[[], None]) ->
     assert sample(program, runs=100).failures
 
 
-def test_a_deadlock_is_reported_with_the_stack_of_each_thread() -> None:
+def test_deadlock_reports_stack_of_each_thread() -> None:
     (failure,) = explore(opposite_locks, preemptions=1).failures
     assert isinstance(failure.error, DeadlockError)
     assert str(failure.error).count("in both\n    with first, second") == 2
@@ -146,7 +146,7 @@ def test_of_a_program_without_races_every_interleaving_passes() -> None:
     assert found.runs > 10
 
 
-def test_time_passes_when_nobody_can_go_on_or_as_a_choice() -> None:
+def test_timeouts_fire_if_blocked_or_chosen() -> None:
     outcomes = set()
 
     def program() -> None:
@@ -161,7 +161,7 @@ def test_time_passes_when_nobody_can_go_on_or_as_a_choice() -> None:
     assert outcomes == {False, True}
 
 
-def test_a_failure_and_an_interrupt_are_injected_at_each_place_once() -> None:
+def test_failures_and_interrupts_are_injected_once_per_place() -> None:
     outcomes = set()
 
     def program() -> None:
@@ -189,7 +189,7 @@ def test_a_failure_and_an_interrupt_are_injected_at_each_place_once() -> None:
     assert 0 < found.injected < found.runs
 
 
-def test_a_pool_is_the_one_of_the_standard_library() -> None:
+def test_thread_pool_matches_standard_library() -> None:
     def program() -> None:
         pool = waiting.ThreadPoolExecutor(2)
         futures = [pool.submit(pow, 2, k) for k in range(3)]
@@ -213,6 +213,6 @@ def compute(numbers: list[int], *, closes: bool = True) -> None:
 
 
 @pytest.mark.parametrize("closes", [True, False])
-def test_workers_end_with_their_block_or_when_it_is_freed(closes: bool) -> None:
+def test_workers_end_with_their_block(closes: bool) -> None:
     found = explore(lambda: compute([0, 1], closes=closes), preemptions=1)
     assert (found.failures, found.complete) == ((), 1)

@@ -1,4 +1,4 @@
-"""Notes on exceptions, also on those that take none."""
+"""Notes on exceptions, including exceptions that do not support them."""
 
 from dataclasses import dataclass
 

@@ -16,7 +16,7 @@ assert "torch._dynamo" not in sys.modules
 
 
 def test_importing_it_imports_nothing_that_torch_does_not():
-    """And a dispatch mode does not import the compiler, which takes seconds."""
+    """A dispatch mode does not import the compiler, which takes seconds."""
     found = in_fresh_process(FRESH)
     assert not found.stderr
     assert set(found.stdout.split()) <= {"streams", "queue", "_queue"}

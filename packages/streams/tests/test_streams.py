@@ -42,7 +42,7 @@ PLACES = st.tuples(st.integers(0, 2), st.integers(0, 3))
 
 
 @pytest.mark.parametrize("kind", [None, *KINDS], ids="fake-{}".format)
-def test_a_device_without_streams_has_the_placeholder_and_waits_for_nothing(kind):
+def test_device_without_streams_uses_placeholder(kind):
     with accelerator(kind) if kind else ExitStack():
         for device in PLAIN:
             assert not has_streams(device)
@@ -77,7 +77,7 @@ def test_a_device_that_is_not_there_is_named(use):
             use(torch.device(kind, 3))
 
 
-def test_cuda_beside_another_accelerator_is_refused_since_nothing_could_order_it():
+def test_cuda_with_foreign_accelerator_raises():
     with accelerator("privateuseone"), pytest.raises(ValueError, match=r"cuda:0, .* torch.accelerator is 'private"):
         new_stream(torch.device("cuda", 0))
 
@@ -133,7 +133,7 @@ def test_streams_of_an_accelerator(kind):
 
 @each_kind
 @given(st.lists(PLACES, min_size=1, max_size=5), PLACES)
-def test_a_block_leaves_device_and_streams_as_they_were(kind, nested, before):
+def test_block_restores_device_and_streams(kind, nested, before):
     """Property: inside, the innermost stream and its device are current; after each block, what was before it."""
 
     def state():
@@ -184,8 +184,8 @@ def test_threads_may_share_a_stream(kind):
 
 @each_kind
 @given(st.lists(st.tuples(PLACES, PLACES, st.booleans()), max_size=12))
-def test_a_wait_orders_all_that_was_queued_before_it(kind, steps):
-    """Property: after a wait, or the wait for an event, the source comes after the target, and whatever that had."""
+def test_wait_orders_earlier_work(kind, steps):
+    """Property: after waiting for a stream or event, the source follows the target and its history."""
     with accelerator(kind) as fake:
         for a, b, by_event in steps:
             source, target = fake.stream(*a), fake.stream(*b)
@@ -202,7 +202,7 @@ def test_a_wait_orders_all_that_was_queued_before_it(kind, steps):
 
 
 @each_kind
-def test_an_event_covers_what_was_queued_before_it_and_the_cpu_waits_for_streams_and_events(kind):
+def test_event_covers_earlier_work_only(kind):
     with accelerator(kind) as fake:
         source, target = fake.stream(0, 1), fake.stream(1, 1)
         event = record_event(target, timed=True)
@@ -222,7 +222,7 @@ def test_an_event_covers_what_was_queued_before_it_and_the_cpu_waits_for_streams
 
 
 @each_kind
-def test_a_tensor_is_recorded_where_its_memory_is_the_accelerator_s(kind):
+def test_only_accelerator_tensors_are_recorded(kind):
     class Remembers(torch.Tensor):
         @property
         def device(self):
@@ -243,8 +243,8 @@ def test_a_tensor_is_recorded_where_its_memory_is_the_accelerator_s(kind):
     assert recorded == ([] if kind == "mps" else [stream])
 
 
-def test_of_a_sparse_tensor_the_parts_are_recorded_that_have_memory():
-    """Torch cannot record the tensor itself."""
+def test_parts_of_sparse_tensor_are_recorded():
+    """torch cannot record the sparse tensor itself."""
     recorded = []
     with accelerator("meta") as fake, mock.patch.object(torch.Tensor, "record_stream", lambda x, _: recorded.append(x)):
         record_stream(torch.eye(2).to_sparse().to("meta"), fake.stream(0, 1))
@@ -252,7 +252,7 @@ def test_of_a_sparse_tensor_the_parts_are_recorded_that_have_memory():
 
 
 @each_kind
-def test_both_halves_of_a_task_run_on_its_stream_and_equal_devices_share_a_worker(kind):
+def test_task_runs_on_its_stream(kind):
     with accelerator(kind) as fake:
         stream, seen = fake.stream(1, 1), []
 
@@ -265,7 +265,7 @@ def test_both_halves_of_a_task_run_on_its_stream_and_equal_devices_share_a_worke
             ok, (task, result) = take(outs[2])
             assert ok
             task.finalize(result)
-            # Also without a stream, the device of a worker is current.
+            # The device of a worker is current even without a stream.
             assert submit(ins[2], lambda: fake.index).result(PATIENCE) == 1
         assert seen == [(1, stream)] * 2
         assert in_thread(lambda: fake.index) == 0

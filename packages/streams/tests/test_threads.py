@@ -1,4 +1,4 @@
-"""The intra-op threads of one thread: as many as it was limited to, and none of them stays if it says so."""
+"""The intra-op threads of one thread: limited to a number, and stopped on request."""
 
 import os
 import threading
@@ -23,7 +23,7 @@ def system_threads():
 
 
 def helpers():
-    """How many threads the operations of this one bring up."""
+    """Return how many helper threads the operations of this thread start."""
     before = system_threads()
     torch.nn.functional.linear(torch.ones(64, 64), torch.ones(64, 64), torch.ones(64))
     torch.ones(500, 500) @ torch.ones(500, 500)
@@ -33,7 +33,7 @@ def helpers():
 
 
 def limited(number):
-    """What a fresh thread says, and how many helpers it takes, after it was limited."""
+    """Limit a fresh thread, and return its number of threads and of helpers."""
     limit_threads(number)
     return torch.get_num_threads(), helpers()
 
@@ -50,7 +50,7 @@ def way(request, monkeypatch):
 
 @pytest.fixture
 def process_said_two():
-    """The number was set for the process before: every new thread is told about it at its first operation."""
+    """Set the number of threads for the whole process, which every new thread reads at its first operation."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -60,7 +60,7 @@ def process_said_two():
 @needs_proc
 @pytest.mark.usefixtures("way", "process_said_two")
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_a_thread_runs_with_as_many_threads_as_it_is_limited_to(number):
+def test_limit_threads_applies_to_one_thread(number):
     before = everybody_elses()
     assert in_thread(lambda: limited(number)) == (number, number - 1)
     assert everybody_elses() == before
@@ -99,7 +99,7 @@ def test_what_is_no_number_of_threads_is_named(junk, kind, message):
 
 
 def have_ended(threads):
-    """Wait until these threads are gone: an ended one takes a moment to disappear, and the time limit is the test's."""
+    """Wait until these threads have exited. The time limit is the test's."""
     while threads & system_threads():
         os.sched_yield()
     return True
@@ -113,7 +113,7 @@ def test_helpers_end_and_come_back():
         for _ in range(3):
             before = system_threads()
             torch.nn.functional.gelu(torch.ones(500, 500))
-            # By their numbers: threads of other tests may end meanwhile.
+            # Compare ids, because threads of other tests may end in between.
             brought = system_threads() - before
             found.append((len(brought), pause_helpers() and have_ended(brought)))
         return found

@@ -35,7 +35,7 @@ def raiser(failure):
 
 
 class Workers(RuleBasedStateMachine):
-    """Random lives of 1 to 8 workers, against a list of what each of them still has to say."""
+    """Random use of 1 to 8 workers, compared with a list of each worker's expected answers."""
 
     def __init__(self):
         super().__init__()
@@ -160,7 +160,7 @@ class Unhashable(FakeDevice):
         ([torch.device("cuda", 99)], ValueError, r"devices\[0\] is cuda:99, but torch sees \d+ CUDA devices"),
     ],
 )
-def test_what_is_no_device_here_is_named_and_starts_nothing(devices, kind, message):
+def test_invalid_device_raises_and_starts_no_thread(devices, kind, message):
     started = started_from_now()
     with pytest.raises(kind, match=message):
         spawn_workers(devices)
@@ -168,8 +168,8 @@ def test_what_is_no_device_here_is_named_and_starts_nothing(devices, kind, messa
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit])
-def test_a_context_that_cannot_be_entered_is_the_answer_to_every_task(kind):
-    """Else the caller would wait for ever for a worker that is gone."""
+def test_failing_context_fails_every_task(kind):
+    """Otherwise the caller would wait forever for a dead worker."""
 
     class Unenterable(Context):
         def applied(self):
@@ -200,7 +200,7 @@ class Interrupted(Event):
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_an_interrupt_while_waiting_passes_only_after_the_last_has_ended(monkeypatch, workers):
+def test_interrupt_waits_for_workers_to_end(monkeypatch, workers):
     monkeypatch.setattr(waiting, "Event", Interrupted)
     monkeypatch.setattr(Interrupted, "interrupts", 1)
     started, finished = started_from_now(), []
@@ -220,7 +220,7 @@ def test_a_forgotten_block_lets_its_workers_go():
     assert take(out_queue) == (False, None)
 
 
-def test_a_block_whose_making_was_interrupted_is_freed_without_a_word(monkeypatch):
+def test_partially_created_block_is_freed_silently(monkeypatch):
     told = []
     monkeypatch.setattr(sys, "unraisablehook", told.append)
     _spawn._WorkerBlock.__new__(_spawn._WorkerBlock)
@@ -228,7 +228,7 @@ def test_a_block_whose_making_was_interrupted_is_freed_without_a_word(monkeypatc
 
 
 @pytest.mark.parametrize("devices", [[CPU], [CPU, FakeDevice()]])
-def test_a_block_is_entered_by_one_at_a_time(devices):
+def test_block_cannot_be_entered_twice(devices):
     block = spawn_workers(devices)
     started = started_from_now()
     for _ in range(2):
@@ -246,18 +246,18 @@ def test_a_block_is_entered_by_one_at_a_time(devices):
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 class TestForks:
-    """In a forked process the workers have ended."""
+    """The workers do not exist in a forked process."""
 
     @staticmethod
     def rest(queue):
-        """What a queue holds until its worker says that it has ended."""
+        """Return the remaining answers in a queue, up to the worker's final one."""
         answers = []
         while (answer := take(queue)) != (False, None):
             answers.append(answer[1][1])
         return answers
 
     @pytest.mark.parametrize("busy", [True, False])
-    def test_a_child_may_leave_the_block_and_both_processes_go_on(self, busy):
+    def test_forked_child_may_leave_block(self, busy):
         started, gate = Event(), Event()
 
         def leave():
@@ -277,7 +277,7 @@ class TestForks:
         assert [self.rest(queue) for queue in out_queues] == [["done"], [None if busy else False]]
 
 
-def test_a_device_that_cannot_be_taken_is_the_answer_to_every_task():
+def test_unavailable_device_fails_every_task():
     never = task(lambda: pytest.fail("this ran without its device"))
     in_queue, out_queue = SimpleQueue(), SimpleQueue()
     for each in (never, never, None):
@@ -292,7 +292,7 @@ def test_a_device_that_cannot_be_taken_is_the_answer_to_every_task():
 
 
 class Thing:
-    """Something that tells when it is gone."""
+    """An object that signals when it is freed."""
 
     def __init__(self):
         self.gone = Event()
@@ -305,7 +305,7 @@ class BoomError(Exception):
 
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("fails", [False, True])
-def test_while_it_waits_it_holds_nothing_of_its_last_task(fails):
+def test_idle_worker_releases_its_last_task(fails):
     def compute(argument):
         if fails:
             raise BoomError(argument)
@@ -329,6 +329,6 @@ def test_while_it_waits_it_holds_nothing_of_its_last_task(fails):
     ("arguments", "message"),
     [({"compute": 3}, "compute must be callable"), ({"compute": int, "finalize": 3}, "finalize must take the result")],
 )
-def test_what_cannot_be_done_is_refused_before_it_is_queued(arguments, message):
+def test_invalid_task_raises_before_queueing(arguments, message):
     with pytest.raises(TypeError, match=message):
         Task(CPUStream, **arguments)

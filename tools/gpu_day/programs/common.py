@@ -1,4 +1,4 @@
-"""What the programs share: two stages on what there is, a network, and rows of a table."""
+"""Helpers of the programs: devices for two stages, a network, and table rows."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ MODES = ("never", "except_last", "always")
 
 
 def two_devices() -> list[torch.device]:
-    """Of two stages: two GPUs, one for both, or else the CPU."""
+    """Return devices for two stages: two GPUs, one GPU twice, or else the CPU."""
     count = torch.cuda.device_count()
     return [torch.device("cuda", k * count // 2) for k in range(2)] if count else [torch.device("cpu")] * 2
 
 
 def network(width: int, layers: int = 8) -> nn.Sequential:
-    """The same weights at each call."""
+    """Return a network with the same weights in each call."""
     torch.manual_seed(0)
     return nn.Sequential(
         *(nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.GELU()) for _ in range(layers))
@@ -41,7 +41,7 @@ def mean_square(output: Tensor, _: object = None) -> Tensor:
 
 
 def step(pipe: GPipe, x: Tensor, schedule: str) -> Tensor:
-    """One training step, without an optimizer; ``"whole"`` computes its loss once, on all rows."""
+    """Run a training step without an optimizer; ``"whole"`` computes the loss once, on the full batch."""
     pipe.zero_grad()
     known = {} if schedule == "whole" else {"reduction": "mean", "schedule": schedule}
     loss: Tensor = pipe.step(x, loss_fn=mean_square, **known)

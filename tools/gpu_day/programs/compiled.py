@@ -1,4 +1,4 @@
-"""Stages that are compiled, each in its worker: the plain model's gradients, and the time beside eager stages."""
+"""Compiled stages: gradients compared with the plain model's, and time compared with eager stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A first stage on the CPU and a second one on the GPU: the time of a step beside that of its parts."""
+"""A first stage on the CPU and a second one on the GPU: the time of a step compared with its parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face models in two stages on GPUs: loss and gradients of a padded batch beside the plain model's."""
+"""Hugging Face models in two stages on GPUs: loss and gradients of a padded batch compared with the plain model's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS, LARGEST = 7, 1e-4
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="of families; all if none is named")
+    parser.add_argument("names", nargs="*", help="families to run (default: all)")
     options = parser.parse_args()
     gpus, wrong = two_devices(), 0
     places = {"two stages there": gpus, "CPU first": [torch.device("cpu"), gpus[1]]}

@@ -1,4 +1,4 @@
-"""What one process can feed: forwards and backwards per second of several threads, and the engine's time of a cell."""
+"""The launch rate of one process: forwards and backwards per second of several threads, engine time per cell."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def passes(threads: int, width: int, device: torch.device, duration: float) -> float:
-    """Forwards and backwards per second of all ``threads``, each with a model and a stream of its own."""
+    """Return forwards and backwards per second of all ``threads``, each with its own model and stream."""
     meeting, counts = threading.Barrier(threads + 1), [0] * threads
     end = threading.Event()
 

@@ -1,6 +1,6 @@
-"""A model whose parameters, or saved tensors, are on the host, beside the same model resident.
+"""A model with parameters, or saved tensors, on the host, compared with the resident model.
 
-Also beside FSDP2's CPU offload and save_on_cpu. Then a model of four times the memory that the process may use.
+FSDP2's CPU offload and save_on_cpu are measured as well. Then a model of four times the memory of the process.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Step = Callable[[Tensor], object]
 
 
 def resident(checkpoint: str) -> Callable[[nn.Sequential, torch.device], Step]:
-    """All micro-batches are in flight, so that as much as possible is saved, recomputed or moved."""
+    """Keep all micro-batches in flight, which maximizes the amount saved, recomputed or moved."""
 
     def made(layers: nn.Sequential, device: torch.device) -> Step:
         pipe = GPipe(layers, [len(layers) // 2] * 2, devices=[device] * 2, chunks=CHUNKS, checkpoint=checkpoint)
@@ -73,7 +73,7 @@ def offloaded_and_updated(layers: nn.Sequential, device: torch.device) -> Step:
 
 
 def offloaded_then_updated(layers: nn.Sequential, device: torch.device) -> Step:
-    """The same after the step."""
+    """Train an offloaded pipe, and update parameters after the step instead of during it."""
     pipe = _offloaded_pipe(layers, device)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=1e-4, fused=True)
 
@@ -91,7 +91,7 @@ def _offloaded_pipe(layers: nn.Sequential, device: torch.device) -> GPipe:
 
 
 def saved_on_cpu(layers: nn.Sequential, device: torch.device) -> Step:
-    """The plain model, whose saved tensors go to the host and come back."""
+    """Train the plain model with saved tensors on the host."""
     layers.to(device)
 
     def step(x: Tensor) -> None:
@@ -105,7 +105,7 @@ def saved_on_cpu(layers: nn.Sequential, device: torch.device) -> Step:
 
 
 def fsdp(layers: nn.Sequential, device: torch.device) -> Step:
-    """Each layer gathered from the host for each micro-batch, and recomputed."""
+    """Gather each layer from the host for each micro-batch, and recompute it."""
     if not dist.is_initialized():
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29555", RANK="0", WORLD_SIZE="1")
         dist.init_process_group("cpu:gloo,cuda:nccl")
@@ -146,7 +146,7 @@ def _stepping(pipe: GPipe, schedule: str | None = None) -> Step:
 
 @contextmanager
 def memory_of(device: torch.device, layers: nn.Module, share: int) -> Iterator[str]:
-    """Limit this process to a part of the bytes of ``layers``, and what the allocator needs at least."""
+    """Limit this process to a fraction of the bytes of ``layers``, plus the allocator's minimum."""
     size = sum(parameter.nbytes for parameter in layers.parameters()) // share
     if device.type == "cpu":
         yield "no limit on a CPU"

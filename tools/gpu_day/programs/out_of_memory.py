@@ -1,4 +1,4 @@
-"""A layer that asks for more memory than there is: the error, what is left of the step, and the next step."""
+"""A layer that allocates more memory than exists: the error, the state after the step, and the next step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .common import MODES, gpus, head, network, row, step, synchronize, two_devi
 
 
 class Greedy(nn.Module):
-    """The identity; if it is told to, it first asks for twice the memory of its device."""
+    """The identity; if ``now`` is set, it first allocates twice the memory of its device."""
 
     now = False
 
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def place(error: BaseException) -> str:
-    """Whether ``error`` says which partition it came from."""
+    """Return whether ``error`` names the partition."""
     texts = [*getattr(error, "__notes__", []), *map(str, error.args)]
     return "names the partition" if any("partition 1" in text for text in texts) else "no partition"
 

@@ -1,4 +1,4 @@
-"""Plans for a GPU: predicted seconds and bytes beside measured ones."""
+"""Plans for a GPU: predicted seconds and bytes compared with measured ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def measured(model: nn.Module, x: Tensor, places: list[torch.device], reduction: str | None) -> list[str]:
-    """The plan, its seconds and bytes, and what the allocators of the GPUs held at most, with libraries' workspaces."""
+    """Return the plan's predicted and measured time and bytes, and the peak of the GPUs' allocators with workspaces."""
     loss = {"loss_fn": mean_square, "reduction": reduction}
     plan = gpipe.plan(model, x, places, **loss, optimizer=0)
     before = sum(torch.cuda.memory_allocated(device) for device in gpus(places))

@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--rows", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=5, help="of which the mean is taken, after as many to warm up")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps, after the same number of warm-up steps")
     options = parser.parse_args()
     head("checkpoint", "schedule", "host ms", "until done ms", "bubble", "peak MiB")
     for chunks in (1, 8):
@@ -43,7 +43,7 @@ def measured(options: argparse.Namespace, mode: str, schedule: str) -> list[str]
 
 
 def plain(options: argparse.Namespace, chunks: int) -> list[str]:
-    """The loop by hand, on the first device."""
+    """Time the plain loop, on the first device."""
     device = two_devices()[0]
     whole, x = transformer(options.width, 0.1).to(device), batch(options)
 

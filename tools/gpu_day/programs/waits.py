@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def second(pipe: GPipe, x: Tensor, schedule: str) -> str:
-    """What comes of the second step. In the first one, facts about layers are found, which may wait."""
+    """Return the outcome of the second step. The first one gathers facts about layers, and may synchronize."""
     once(pipe, x, schedule)
     synchronize(pipe.devices)
     if pipe.devices[0].type == "cuda":
@@ -55,7 +55,7 @@ def once(pipe: GPipe, x: Tensor, schedule: str) -> None:
     if schedule == "call":
         pipe.zero_grad()
         pipe(x).square().mean().backward()
-    elif schedule == "labels":  # of which some do not count, which the host need not know
+    elif schedule == "labels":  # with ignored labels, which must not require a synchronization
         pipe.zero_grad()
         labels = torch.zeros(len(x), dtype=torch.int64, device=x.device)
         labels[:3] = -100

@@ -1,4 +1,4 @@
-"""A loss computed once on all rows, beside a call and 1F1B, for a language model with a vocabulary of 32,000."""
+"""A loss computed once on the full batch, a call and 1F1B, for a language model with a vocabulary of 32,000."""
 
 from __future__ import annotations
 

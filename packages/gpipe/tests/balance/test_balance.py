@@ -40,7 +40,7 @@ def cuts(balance):
 
 
 @given(problems(), st.data())
-def test_no_balance_is_better_that_heeds_pinned_and_forbidden_layers(problem, data):
+def test_balance_with_constraints_is_optimal(problem, data):
     cost, partitions = problem
     wanted = data.draw(st.sampled_from(every_balance(len(cost), partitions)))  # so that there is an answer
     layers = range(1, len(cost))
@@ -82,7 +82,7 @@ def test_integers_of_numpy_do_not_overflow():
 
 
 @pytest.mark.parametrize("layer", ["block", 6, -1])
-def test_an_unknown_layer_is_refused_with_the_known_ones(layer):
+def test_unknown_layer_raises_with_known_names(layer):
     for argument in ("pin", "forbid"):
         with pytest.raises(ValueError, match=f"{argument}: {layer!r} is not a layer; the layers are embed, block1"):
             uniform(2, named(), **{argument: [layer]})
@@ -100,8 +100,8 @@ def test_an_unknown_layer_is_refused_with_the_known_ones(layer):
 @example(widths=[1, 64, 1, 64, 16, 16, 16, 16], rows=64, chunks=1, scale=30.0, partitions=2)
 @example(widths=[1, 64, 1, 64, 16, 16, 16, 16], rows=64, chunks=1, scale=0.0, partitions=2)
 @example(widths=[1, 64, 1, 64, 16, 16, 16, 16], rows=64, chunks=8, scale=2.0, partitions=2)
-def test_by_size_adds_up_micro_batches_and_scaled_parameters(widths, rows, chunks, scale, partitions):
-    """A linear layer keeps its output, of one micro-batch; its parameters count as often as the scale says."""
+def test_by_size_adds_activations_and_scaled_parameters(widths, rows, chunks, scale, partitions):
+    """The cost of a linear layer is one micro-batch of its output, plus its parameters times the scale."""
     model = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
     partitions = min(partitions, len(model))
     cost = [4 * (rows / chunks * b + scale * (a * b + b)) for a, b in pairwise(widths)]
@@ -135,7 +135,7 @@ def test_the_table_of_optimizers_is_right(name, options, scale):
 
 
 @pytest.mark.parametrize(("threads", "share", "fails"), [(5, 2, False), (1, 1, True)])
-def test_by_time_runs_on_the_threads_of_a_partition(threads, share, fails):
+def test_by_time_uses_threads_of_a_partition(threads, share, fails):
     seen = []
 
     class Looks(nn.Module):

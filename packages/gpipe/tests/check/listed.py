@@ -1,4 +1,4 @@
-"""A model with a forward of its own, which calls the elements of a list."""
+"""A model with its own forward, which calls the elements of a list."""
 
 from typing import Any
 

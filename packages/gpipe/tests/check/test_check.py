@@ -57,7 +57,7 @@ CODES = {
 
 
 @each_fault
-def test_a_planted_fault_is_found_in_its_layer_alone(kind: str, name: str) -> None:
+def test_fault_is_attributed_to_its_layer(kind: str, name: str) -> None:
     torch.manual_seed(0)
     case = FAULTS[kind][name]()
     report = checked(case)
@@ -81,7 +81,7 @@ LAYERS = [
     if kind not in ("rows that are lost", "state of other layers", "nothing to train") and "loss" not in kind
     if name != "view of half"
 ]
-"""Faults of one layer, after which others get as many rows as before; a large batch has more than 16."""
+"""Faults of a layer that preserves the number of rows; a large batch has more than 16."""
 
 
 @given(st.lists(st.sampled_from(LAYERS), min_size=2, max_size=3), st.integers(17, 32), st.integers(2, 5))
@@ -104,7 +104,7 @@ def test_notes_and_rounding_are_no_faults() -> None:
     assert report.ok
 
 
-def test_the_model_and_all_generators_stay_as_they_are() -> None:
+def test_check_leaves_model_and_generators_unchanged() -> None:
     model = between(nn.Sequential(nn.Dropout(), nn.BatchNorm1d(WIDTH)))
     model[0].weight.grad = torch.ones_like(model[0].weight)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -126,7 +126,7 @@ FORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["centred", "centred after dropout", "divided by rows"])
-def test_a_model_in_evaluation_mode_is_checked_in_training_mode(name: str, form: str) -> None:
+def test_check_uses_training_mode(name: str, form: str) -> None:
     case = FAULTS["training and evaluation differ"][name]()
     found = []
     for mode in (True, False):
@@ -139,7 +139,7 @@ def test_a_model_in_evaluation_mode_is_checked_in_training_mode(name: str, form:
 
 
 class Wrapped(Tensor):
-    """A tensor without operations of its own but the product, as quantized weights are."""
+    """A tensor that implements only the matrix product, like quantized weights."""
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> "Wrapped":
@@ -180,7 +180,7 @@ def test_weights_with_few_operations_are_no_fault(form: Callable[..., nn.Module]
 
 
 def test_a_pipe_that_fails_is_a_finding() -> None:
-    """Of 5 rows in 4 micro-batches, the last has one, which batch norm refuses."""
+    """Batch norm raises for the last of 4 micro-batches, which has a single row."""
     found = check(nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Dropout(), linear()), torch.randn(5, WIDTH)).findings
     assert "pipeline" in [finding.code for finding in found]
 
@@ -210,7 +210,7 @@ def summed(y: torch.Tensor, target: torch.Tensor) -> LossSum:
         (F.mse_loss, None, "for each micro-batch"),
     ],
 )
-def test_the_report_says_whether_the_loss_is_computed_for_each_micro_batch_or_once(
+def test_report_says_how_loss_is_computed(
     loss_fn: Callable[..., Any], reduction: str | None, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     report = check(between(nn.GELU()), rows(), target=rows(), loss_fn=loss_fn, reduction=reduction)
@@ -222,7 +222,7 @@ def test_the_report_says_whether_the_loss_is_computed_for_each_micro_batch_or_on
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_a_reduction_that_is_not_true_is_found_in_the_loss(reduction: str) -> None:
+def test_wrong_reduction_is_attributed_to_loss(reduction: str) -> None:
     """Without it, the same loss is computed once, and nothing is wrong."""
     target = rows() * torch.arange(1.0, ROWS + 1)[:, None]  # micro-batches differ in their losses
     given = {"target": target, "loss_fn": lambda y, t: squares(y, t).sqrt()}
@@ -232,7 +232,7 @@ def test_a_reduction_that_is_not_true_is_found_in_the_loss(reduction: str) -> No
     assert check(between(nn.GELU()), rows(), **given).findings == ()
 
 
-def test_norms_are_named_by_where_they_are_in_their_layer() -> None:
+def test_findings_name_norms_inside_layers() -> None:
     found = check(nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Sequential(linear(), nn.BatchNorm1d(WIDTH))), rows()).findings
     assert [each.evidence for each in found if each.code == "batchnorm"] == ["BatchNorm1d", "1"]
 
@@ -287,7 +287,7 @@ class Counts(nn.Embedding):
 
 
 @pytest.mark.parametrize("layer", [Counts(3, 3), nn.Embedding(3, 3, scale_grad_by_freq=True)])
-def test_words_that_are_counted_by_micro_batch_are_named(layer: nn.Module) -> None:
+def test_embeddings_scaled_by_frequency_are_reported(layer: nn.Module) -> None:
     words = torch.tensor([0, 0, 1, 2, 0, 1, 1, 1])
     found = check(nn.Sequential(layer, nn.Linear(3, 3)), words, chunks=4)
     assert [(each.code, each.layer) for each in found.findings] == [("gradient", "0")]

@@ -1,4 +1,4 @@
-"""check() of a model with a forward of its own names the module at fault, or what the forward computes itself."""
+"""check() of a model with its own forward names the module at fault, or the forward itself."""
 
 import copy
 import random
@@ -24,13 +24,13 @@ from .test_check import CODES, LAYERS, accused, checked
 EACH = [(kind, name) for kind, named in FAULTS.items() for name in named]
 # The rows of its output are on another dimension, where the next block fails.
 EACH.remove(("a fixed number of rows", "view of half"))
-# The first has layers for an nn.Sequential. The others are experts, of which a pipe knows no rows: it refuses them.
+# The first needs an nn.Sequential. A pipe cannot track the rows of experts, and raises.
 NOT = ("skips", "experts")
 
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("kind", "name"), EACH)
-def test_a_planted_fault_is_found_in_its_block_alone(kind: str, name: str) -> None:
+def test_fault_is_attributed_to_its_block(kind: str, name: str) -> None:
     torch.manual_seed(0)
     case = FAULTS[kind][name]()
     report = checked(case._replace(model=Listed(case.model)))
@@ -58,7 +58,7 @@ def test_nothing_is_found_in_a_clean_model(name: str) -> None:
 def test_several_faults_are_found_each_where_it_is(names: list[tuple[str, str]], count: int, chunks: int) -> None:
     count = ROWS if any("fixed" in kind + name or "group" in kind for kind, name in names) else count
     faults = [FAULTS[kind][name]().model[2] for kind, name in names]
-    # What follows the last block with parameters is computed for all rows.
+    # Layers after the last block with parameters run on the full batch.
     model = Listed(nn.Sequential(*[each for fault in faults for each in (linear(), fault)], linear()))
     report = check(model, rows()[:count], chunks=chunks)
     assert {layer for _, layer in accused(report)} == {f"blocks.{2 * k + 1}" for k in range(len(faults))}
@@ -144,9 +144,7 @@ def test_what_the_forward_may_do_is_no_fault(name: str) -> None:
     ("end", "code", "layer"),
     [(lambda _, x: x.softmax(0), "mixes-rows", None), (lambda s, x: s.norm(x), "batchnorm", "norm")],
 )
-def test_what_follows_the_last_block_may_mix_rows_where_it_is_computed_for_all_of_them(
-    end: Callable[..., Tensor], code: str, layer: str | None
-) -> None:
+def test_full_batch_end_may_mix_rows(end: Callable[..., Tensor], code: str, layer: str | None) -> None:
     model = Between(same, end)
     whole = check(model, rows())
     assert whole.findings == ()
@@ -163,7 +161,7 @@ class Losing(Between):
         return {"loss": (found @ found.mT).logsumexp(1).mean(), "logits": found}
 
 
-def test_a_loss_of_the_model_is_right_for_all_rows_and_wrong_for_each_micro_batch() -> None:
+def test_model_loss_may_require_full_batch() -> None:
     model = Losing(same, same)
     assert check(model, {"x": rows()}).ok
     assert accused(check(model, {"x": rows()}, reduction="mean")) == {("loss", None)}
@@ -194,7 +192,7 @@ def test_the_model_stays_as_it_is() -> None:
 
 
 def test_weights_that_deepcopy_refuses() -> None:
-    """As those of quanto."""
+    """Like quanto's weights."""
     model = Listed(nn.Sequential(*(Adapted(PackedLinear(6), 6) for _ in range(3))))
     with pytest.raises(RuntimeError, match="deepcopy"):
         copy.deepcopy(model)

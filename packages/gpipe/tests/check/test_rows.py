@@ -1,4 +1,4 @@
-"""A target has the rows of its input, or is refused with both numbers; what is handed whole needs none."""
+"""A target must have as many rows as the input, else an error gives both numbers. Replicated values are exempt."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from ..layers import Call, assert_same, linears, piped, rows, running
 @given(st.integers(1, 7), st.integers(0, 7), st.integers(1, 5), st.sampled_from(["1f1b", "fill_drain"]), st.booleans())
 @example(4, 3, 2, "1f1b", False)
 @example(6, 5, 3, "1f1b", True)
-def test_any_numbers_of_rows_are_those_of_the_plain_model_or_refused(
+def test_row_counts_match_plain_model_or_raise(
     count: int, others: int, chunks: int, schedule: str, inlined: bool
 ) -> None:
     model, x, y = linears(), rows(count), rows(others)
@@ -32,7 +32,7 @@ def test_any_numbers_of_rows_are_those_of_the_plain_model_or_refused(
 
 
 @pytest.mark.parametrize(("count", "allowed"), [(2, True), (4, True), (6, True), (3, False), (8, False)])
-def test_tensors_of_one_input_may_differ_and_a_target_is_like_one_of_them(count: int, allowed: bool) -> None:
+def test_target_matches_one_tensor_of_input(count: int, allowed: bool) -> None:
     pipe = piped(nn.Sequential(Call(lambda values: values[0]), *linears()), [2, 2], chunks=2)
     seen: list[int] = []
 
@@ -48,7 +48,7 @@ def test_tensors_of_one_input_may_differ_and_a_target_is_like_one_of_them(count:
         with pytest.raises(ValueError, match=rf"target has {count} rows .*, but the input has 4 and 2 and 6 rows "):
             pipe.step(inputs, rows(count), loss_fn=loss, reduction="sum")
     pipe.step(inputs, rows(count), loss_fn=loss)
-    assert seen[-1] == count  # a loss of all rows gets the whole target, whatever its rows are
+    assert seen[-1] == count  # a full-batch loss gets the full target, with any number of rows
 
 
 def tokens_of_samples(samples: Tensor, tokens: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def tokens_of_samples(samples: Tensor, tokens: Tensor) -> Tensor:
 @given(st.integers(1, 12), st.integers(1, 3), st.integers(1, 5), st.booleans(), st.booleans())
 @example(10, 2, 4, False, False)
 @example(10, 2, 4, True, True)
-def test_tokens_beside_their_samples_are_cut_at_the_same_places_or_refused(
+def test_tokens_are_split_like_their_samples(
     count: int, tokens: int, chunks: int, swapped: bool, inlined: bool
 ) -> None:
     inputs = rows(count), rows(count * tokens)
@@ -75,7 +75,7 @@ def test_tokens_beside_their_samples_are_cut_at_the_same_places_or_refused(
                 pipe(inputs)
 
 
-def test_a_weight_with_a_few_rows_is_not_cut_beside_a_mini_batch_that_it_does_not_fit() -> None:
+def test_mismatched_weight_is_not_split() -> None:
     pipe = piped(nn.Sequential(Call(lambda pair: pair[0] * pair[1]), *linears()), [2, 2], chunks=4)
     x, weight = rows(10), rows(4)[:, 0]
     with pytest.raises(ValueError, match=r"10 and 4 rows \(in micro-batches of 3, 3, 3, 1 and 1, 1, 1, 1\).*Replicate"):

@@ -25,7 +25,7 @@ SETTINGS = [
 
 
 class Row(nn.Module):
-    """Calls its blocks one after the other, perhaps with a choice of kernels."""
+    """Runs its blocks in sequence, optionally inside a choice of kernels."""
 
     def __init__(self, *layers: nn.Module, kernels: SDPBackend | None = None) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def attended(s: Layer, x: Tensor) -> Tensor:
     heads = s.m[0](x)[:, None, :, None]
     s.chosen.append(tuple(read() for read in SETTINGS))
     out = F.scaled_dot_product_attention(heads, heads, heads)
-    # The kernel is seen by what it leaves in the graph.
+    # The graph shows which kernel was used.
     names = set()
     node: Any = out.grad_fn
     while node is not None:
@@ -78,8 +78,8 @@ def trained(model: nn.Module, x: Tensor, of: nn.Module) -> list[Tensor]:
 @each_mode
 @pytest.mark.parametrize("schedule", ["fill_drain", "1f1b"])
 @pytest.mark.parametrize("own_forward", [True, False])
-def test_a_layer_keeps_its_kernels_while_another_stage_has_chosen_others(mode: str, schedule: str, own_forward: bool):
-    """The first stage is inside of its choice for the second micro-batch while the second stage computes the first."""
+def test_concurrent_stages_may_choose_different_kernels(mode: str, schedule: str, own_forward: bool):
+    """The first stage is inside its choice for the second micro-batch while the second stage computes the first."""
     inside, computed = threading.Event(), threading.Event()
     main = threading.get_ident()
 
@@ -124,7 +124,7 @@ def test_a_layer_keeps_its_kernels_while_another_stage_has_chosen_others(mode: s
 
 
 @each_mode
-def test_layers_that_choose_at_the_same_time_leave_the_choice_of_the_process(mode: str):
+def test_overlapping_choices_restore_process_settings(mode: str):
     """Each is inside while the other enters, and the first to enter leaves first."""
     events = {name: threading.Event() for name in ("first is in", "second is in", "first is out")}
 
@@ -158,7 +158,7 @@ def test_layers_that_choose_at_the_same_time_leave_the_choice_of_the_process(mod
 @each_mode
 @pytest.mark.parametrize("schedule", ["fill_drain", "1f1b"])
 def test_a_model_that_chooses_around_its_blocks(mode: str, schedule: str):
-    """Also for a recomputation, which is outside of its forward."""
+    """Recomputation is outside the forward, but uses the same kernels."""
     model = Row(*[attention() for _ in range(3)], kernels=SDPBackend.MATH)
     x = rows(4)
     expected = trained(model, x, model)
@@ -176,7 +176,7 @@ def _step(pipe: GPipe, x: Tensor, model: nn.Module, schedule: str) -> list[Tenso
     return [torch.as_tensor(loss), *[parameter.grad for parameter in model.parameters()]]
 
 
-def test_a_choice_around_a_run_is_that_of_its_layers():
+def test_choice_around_run_applies_to_layers():
     model = Row(attention(), attention())
     pipe = GPipe(model, [1, 1], devices=["cpu", "cpu"], chunks=2, blocks=["layers.0", "layers.1"], checkpoint="always")
     with closing(pipe), sdpa_kernel(SDPBackend.MATH):
@@ -184,8 +184,8 @@ def test_a_choice_around_a_run_is_that_of_its_layers():
     assert {kernel for layer in model.layers for kernel in layer.kernels} == {False}
 
 
-def test_random_numbers_of_an_attention_are_those_of_its_layer():
-    """Its own operations are intercepted, although it is intercepted itself."""
+def test_attention_uses_random_numbers_of_its_layer():
+    """An attention is intercepted, and so are its internal operations."""
 
     def dropped(s: Layer, x: Tensor) -> Tensor:
         with sdpa_kernel(SDPBackend.MATH):

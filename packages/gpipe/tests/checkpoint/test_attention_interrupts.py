@@ -43,7 +43,7 @@ def test_an_interrupt_anywhere_leaves_nothing_behind(has_choice: bool) -> None:
         was_interrupted = Interrupts(FILES, at).during(lambda: has_turn(turns, choice, choice or before))  # noqa: B023
         assert attention_settings() == before
         assert (turns._running, turns._now) == (set(), None)
-        # On another thread, as a fork may be, for which a lock that is left behind is not free.
+        # On a different thread, because a lock that was not released can be acquired again by this one.
         in_thread(lambda: has_turn(turns, choice, choice or before))  # noqa: B023
         assert attention_settings() == before
         if not was_interrupted:
@@ -51,7 +51,7 @@ def test_an_interrupt_anywhere_leaves_nothing_behind(has_choice: bool) -> None:
     assert at > 5
 
 
-def test_a_turn_that_begins_after_an_interrupted_end_has_its_choice() -> None:
+def test_turn_after_interrupted_end_has_its_choice() -> None:
     before, choice, turns = attention_settings(), other_choice(), _attention._Turns()
     first, second = object(), object()
     turns._begin(first, choice)

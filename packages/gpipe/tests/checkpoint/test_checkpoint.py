@@ -1,4 +1,4 @@
-"""Checkpointing changes when things are computed, and nothing else; where it would, it refuses by name."""
+"""Checkpointing affects only the time of computation, and raises if it would affect results."""
 
 import contextlib
 import copy
@@ -20,7 +20,7 @@ from ..layers import DOUBLE, MODES, Layer, assert_same, assert_trains_like, line
 
 each_mode = pytest.mark.parametrize("checkpoint", MODES)
 KEEPING = ("never", "offload")
-"""Those that recompute nothing."""
+"""Modes without recomputation."""
 
 
 class Diary(nn.Module):
@@ -61,10 +61,10 @@ def test_layers_see_which_micro_batches_are_checkpointed(checkpoint: str, count:
 @pytest.mark.parametrize("way", [contextlib.nullcontext, inline])
 @pytest.mark.parametrize("inner", MODES)
 @each_mode
-def test_layers_around_a_pipe_inside_see_their_own_micro_batches(
+def test_nested_pipe_preserves_outer_micro_batches(
     checkpoint: str, inner: str, way: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    """Whatever the pipe inside them does, with runs of its own, which on the same thread begin and end between."""
+    """The inner pipe's runs may start and end on the same thread in between."""
     diaries = [Diary() for _ in range(2)]
     inside = GPipe(nn.Sequential(Diary(), Diary()), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=inner)
     around = nn.Sequential(diaries[0], inside, diaries[1])
@@ -78,9 +78,7 @@ def test_layers_around_a_pipe_inside_see_their_own_micro_batches(
 
 @pytest.mark.parametrize("way", [contextlib.nullcontext, inline])
 @pytest.mark.parametrize("call", [1, 2])
-def test_a_forward_or_recomputation_that_fails_leaves_no_phase_behind(
-    call: int, way: Callable[[], AbstractContextManager[None]]
-) -> None:
+def test_failed_run_resets_phase(call: int, way: Callable[[], AbstractContextManager[None]]) -> None:
     diary, calls = Diary(), iter(range(1, 9))
 
     def fail(*_: Any) -> None:
@@ -159,10 +157,10 @@ def _slopes(kind: str) -> Callable[..., Any]:
 )
 @pytest.mark.parametrize("checkpoint", ["always", "except_last"])
 def test_changes_before_the_recomputation_are_refused_by_name(change: Change, named: str, checkpoint: str) -> None:
-    """The plain model would give the gradients of the forward, or refuse."""
+    """The plain model would use the values of the forward, or raise."""
     pipe = piped(with_buffer(), [1, 4], chunks=2, checkpoint=checkpoint)
     pipe[0].bias.requires_grad_(False)
-    if checkpoint == "except_last":  # torch refuses a change in place, of what the last graph has saved
+    if checkpoint == "except_last":  # torch raises for an in-place change of a tensor saved by the last graph
         named = f"{named}|modified by an inplace operation"
     for changes in (False, True):
         output = pipe(rows())
@@ -177,7 +175,7 @@ def test_changes_before_the_recomputation_are_refused_by_name(change: Change, na
 @pytest.mark.parametrize("adds", [True, False])
 @each_mode
 def test_hooks_that_come_or_go(kind: str, adds: bool, checkpoint: str) -> None:
-    """Their recomputation would give other gradients than the plain model's backward."""
+    """Otherwise recomputed gradients would differ from the plain model's."""
     model = nn.Sequential(*linears(1), nn.Sequential(*linears(2)))
     pipe = piped(model, [1, 1], chunks=2, checkpoint=checkpoint)
     handles = [getattr(each[1][0], f"register_{kind}_hook")(_slopes(kind)) for each in (model, pipe)]
@@ -199,8 +197,8 @@ def test_hooks_that_come_or_go(kind: str, adds: bool, checkpoint: str) -> None:
 
 
 @each_mode
-def test_a_module_inside_of_a_layer_that_is_replaced(checkpoint: str) -> None:
-    """By an equal one, which the recomputed output does not tell."""
+def test_replaced_submodule_raises(checkpoint: str) -> None:
+    """The replacement is equal, so that recomputed outputs do not reveal it."""
     model = nn.Sequential(*linears(1), nn.Sequential(*linears(2)))
     pipe = piped(model, [1, 1], chunks=2, checkpoint=checkpoint)
     output, own = pipe(rows()), pipe[1][1]
@@ -217,13 +215,13 @@ def test_a_module_inside_of_a_layer_that_is_replaced(checkpoint: str) -> None:
 
 
 @each_mode
-def test_hooks_that_a_layer_adds_for_a_while_to_a_module_that_two_stages_have(checkpoint: str) -> None:
-    """As a flattened model does where parameters are tied; the other stage must take them neither over nor away."""
+def test_temporary_hooks_on_shared_module(checkpoint: str) -> None:
+    """A flattened model with tied parameters does so. The other stage must neither use nor remove the hooks."""
 
     def doubled(s: Layer, x: Tensor) -> Tensor:
         own, shared = s.m
         handle = shared.register_forward_hook(lambda module, inputs, output: output * 2)
-        threading.Event().wait(0.01)  # meanwhile the other worker goes on
+        threading.Event().wait(0.01)  # let the other worker continue
         try:
             return shared(own(x))
         finally:
@@ -253,7 +251,7 @@ def test_buffers_are_put_back(change: Change) -> None:
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_once_the_layers_are_known_a_changed_input_is_refused(checkpoint: str) -> None:
+def test_changed_input_raises_after_first_run(checkpoint: str) -> None:
     pipe = piped(linears(), [1, 2], chunks=2, checkpoint=checkpoint)
     pipe(rows()).sum().backward()
     x = rows()
@@ -264,8 +262,8 @@ def test_once_the_layers_are_known_a_changed_input_is_refused(checkpoint: str) -
         output.sum().backward()
 
 
-def test_what_the_first_forward_adds_is_no_change_in_later_ones() -> None:
-    """The first keeps its graph; the others find it there, and are computed again."""
+def test_state_added_by_first_forward_is_allowed() -> None:
+    """The first micro-batch keeps its graph. The others find the addition, and are recomputed."""
     seen: list[Tensor] = []
 
     def cached(layer: Layer, x: Tensor) -> Tensor:

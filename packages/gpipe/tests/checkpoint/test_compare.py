@@ -1,4 +1,4 @@
-"""A recomputation that gives something else than its forward is told by its outputs."""
+"""A recomputation that differs from its forward is detected by its outputs."""
 
 from contextlib import nullcontext
 
@@ -31,7 +31,7 @@ def test_every_other_value_is_refused(at: int, dtype: torch.dtype) -> None:
 
 
 @given(elements=st.integers(1, 500), dtype=st.sampled_from((*FLOATS, torch.int64)))
-def test_values_that_are_all_others_are_refused_by_some_of_them(elements: int, dtype: torch.dtype) -> None:
+def test_sample_detects_change_of_all_elements(elements: int, dtype: torch.dtype) -> None:
     value = torch.ones(elements, dtype=dtype)
     with pytest.raises(RuntimeError, match="tensor 0 of 1 has other values"):
         Sample((value,), whole=False).expect((value * 2,))
@@ -44,7 +44,7 @@ def test_types_that_torch_cannot_compare_are_not_compared(dtype: torch.dtype) ->
 
 
 @given(dtype=st.sampled_from(FLOATS))
-def test_rounding_is_no_difference_nor_are_nan_and_infinity(dtype: torch.dtype) -> None:
+def test_rounding_nan_and_infinity_are_equal(dtype: torch.dtype) -> None:
     value = some(dtype)
     other = value + value * (4 * torch.finfo(dtype).eps)
     value[0, :3] = other[0, :3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
@@ -63,7 +63,7 @@ def test_other_kinds_are_refused(other: Tensor) -> None:
     ("when", "elements", "check", "refused"),
     [(0, 1, "0", True), (1, 1, "0", False), (1, 1, "1", True), (1, 1000, "0", True)],
 )
-def test_the_first_is_compared_as_a_whole_and_others_in_part(
+def test_first_recomputation_is_compared_completely(
     when: int, elements: int, check: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A layer changes elements of its output in recomputations after some runs, by something in a closure."""

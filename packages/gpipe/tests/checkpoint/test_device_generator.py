@@ -1,4 +1,4 @@
-"""Random numbers that layers draw on devices with generators of their own."""
+"""Random numbers of layers on devices with their own generators."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -21,13 +21,13 @@ XPU = torch.device("xpu", 0)
 
 @pytest.fixture
 def elsewhere(monkeypatch):
-    """Whatever draws seems to draw on a device whose generator torch cannot put back."""
+    """Make all random operations appear to be on a device whose generator torch cannot restore."""
     monkeypatch.setattr(_random, "device_of", lambda args, kwargs: torch.device("hpu", 0))
 
 
 @each_way
 @pytest.mark.parametrize("mode", ["always", "except_last"])
-def test_dropout_under_checkpointing_is_refused_where_it_cannot_be_repeated(mode, way, elsewhere):
+def test_unrepeatable_dropout_raises(mode, way, elsewhere):
     pipe = GPipe(nn.Sequential(nn.Identity(), nn.Dropout()), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=mode)
     with way(), pytest.raises(RuntimeError, match=r"draws random numbers on 'hpu:0'.*checkpoint='never'") as caught:
         pipe(torch.ones(4, 4))
@@ -47,7 +47,7 @@ def test_only_the_device_of_the_partition_is_rewound(device, monkeypatch):
 
 @pytest.fixture
 def on_a_device(monkeypatch):
-    """What draws on the CPU seems to draw on a device, whose generator is that of the CPU."""
+    """Treat random CPU operations as operations of a device, whose generator is the CPU's."""
     own = {torch.device("cpu"): torch}  # the device of the stage
     module = SimpleNamespace(
         get_rng_state=lambda device: own[device].get_rng_state(),
@@ -64,8 +64,8 @@ def on_a_device(monkeypatch):
 @pytest.mark.parametrize(
     "inner", [lambda act, x: act(x), partial(checkpoint, use_reentrant=False)], ids=["alone", "checkpoint"]
 )
-def test_what_was_drawn_on_a_device_is_drawn_again(mode, inner):
-    """Also by torch.utils.checkpoint inside, and if the layer begins later; the device goes on as if it had not."""
+def test_recomputation_repeats_device_random_numbers(mode, inner):
+    """torch.utils.checkpoint may be nested, and the layer may begin later. The device's generator is restored."""
     drawing = [False]
     act = lambda x: nn.functional.dropout(x, training=drawing[0]) * 1  # noqa: E731
     pipe = GPipe(nn.Sequential(Call(lambda x: inner(act, x))), [1], devices=["cpu"], chunks=3, checkpoint=mode)

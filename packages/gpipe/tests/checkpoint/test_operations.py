@@ -1,4 +1,4 @@
-"""Operations that are given a generator do what torch's do with the numbers of its own; others are left alone."""
+"""Operations with a generator argument match torch's, but use the cell's numbers; others are left alone."""
 
 import subprocess
 import sys
@@ -34,7 +34,7 @@ def test_dropout_is_that_of_torch(p: float, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     weights = torch.arange(60, dtype=dtype).view(4, 15)
     one, other = (torch.autograd.grad(output, x, weights)[0] for output, _ in (found, expected))
-    torch.testing.assert_close(one, other)  # torch multiplies in another order
+    torch.testing.assert_close(one, other)  # torch multiplies in a different order
 
 
 DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -55,12 +55,12 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.fixture(autouse=True, scope="module")
 def _prepared() -> None:
-    """As the first pipe of a process does."""
+    """Prepare the interception, like the first pipe of a process."""
     interception.prepare()
 
 
 def drawn(names: list[str], microbatch: int) -> list[Tensor]:
-    """What a cell gives that draws by these operations, with its gradients."""
+    """Return the result and gradients of a cell that uses these random operations."""
     torch.manual_seed(3)
     p = torch.rand(4, 5, requires_grad=True)
     set_intercepting(True)
@@ -75,7 +75,7 @@ def drawn(names: list[str], microbatch: int) -> list[Tensor]:
 
 @given(st.lists(st.sampled_from(sorted(DRAWS)), min_size=1, max_size=4))
 def test_the_numbers_are_those_of_the_cell(names: list[str]):
-    """And torch's generator gives one number, whatever is drawn."""
+    """torch's generator advances by one number, however many are used."""
     one, same, other = drawn(names, 1), drawn(names, 1), drawn(names, 2)
     torch.testing.assert_close(one, same, rtol=0, atol=0, equal_nan=True)
     assert any(not torch.equal(a, b) for a, b in zip(one[:-2], other[:-2], strict=True))
@@ -98,13 +98,13 @@ except RuntimeError as error:
 """
 
 
-def test_where_the_key_is_taken_a_pipe_is_refused():
+def test_pipe_raises_if_dispatch_key_is_taken():
     found = subprocess.run([sys.executable, "-c", TAKEN], capture_output=True, text=True, check=True)
     assert "another library has kernels for torch's dispatch key DeferredInit" in found.stdout
 
 
 @pytest.mark.parametrize("takes", [False, True])
-def test_an_operation_of_another_library_draws_by_its_generator_or_is_refused(takes: bool):
+def test_custom_random_operation_needs_generator_argument(takes: bool):
     library = Library(f"gpipe_test_{takes}", "DEF")
     argument = ", *, Generator? generator=None" if takes else ""
     library.define(f"noisy(Tensor x{argument}) -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
@@ -120,8 +120,8 @@ def test_an_operation_of_another_library_draws_by_its_generator_or_is_refused(ta
     library._destroy()
 
 
-def test_an_operation_that_a_library_implements_and_nobody_has_defined_is_left_alone():
-    """As some of optimum-quanto."""
+def test_implemented_but_undefined_operation_is_ignored():
+    """optimum-quanto has such operations."""
     library = Library("gpipe_test_undefined", "IMPL")
     library.impl("op", torch.sin, "CPU")
     assert "gpipe_test_undefined::op" in torch._C._dispatch_get_all_op_names()

@@ -1,4 +1,4 @@
-"""``parametrize.cached()`` in a forward: each micro-batch has a cache of its own, and each call of a block."""
+"""``parametrize.cached()`` in a forward: each micro-batch, and each call of a block, has its own cache."""
 
 import subprocess
 import sys
@@ -34,7 +34,7 @@ class Doubled(nn.Module):
 
 
 class Block(nn.Module):
-    """Uses its parametrized weight twice, perhaps inside of ``cached()``."""
+    """Uses its parametrized weight twice, perhaps inside ``cached()``."""
 
     def __init__(self, caches: bool) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 class Meets(Block):
-    """Is inside of ``cached()`` while another block enters, computes and leaves.
+    """Is inside ``cached()`` while another block enters, computes and leaves.
 
     Args:
         mine, other: set when this block, or the other one, is inside.
@@ -75,7 +75,7 @@ class Meets(Block):
 
 
 class Model(nn.Module):
-    """Blocks one after the other, with a parametrized layer outside of them that is used at both ends."""
+    """Blocks in sequence, and a parametrized layer outside them, used at both ends."""
 
     def __init__(self, *blocks: nn.Module, caches: bool, twice: bool = False) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ def test_it_trains_as_the_plain_model(mode: str, schedule: str, inline: bool, wh
 
 @each_mode
 @pytest.mark.parametrize("where", [{"block": True}, {"around": True}], ids=str)
-def test_a_call_of_a_block_computes_its_parametrization_once(mode: str, where: Any):
+def test_parametrization_is_computed_once_per_block_call(mode: str, where: Any):
     model, x = made(**where), rows(6)
     with closing(piped(model, [1, 2], mode)) as pipe:
         for block in model.blocks:
@@ -187,9 +187,7 @@ def test_two_stages_are_inside_at_the_same_time(mode: str, own_forward: bool):
 @each_way
 @pytest.mark.parametrize("own_forward", [False, True])
 @pytest.mark.parametrize("backward_inside", [False, True])
-def test_around_a_run_each_micro_batch_has_a_cache_of_its_own(
-    mode: str, inline: bool, own_forward: bool, backward_inside: bool
-):
+def test_cached_around_run_is_per_micro_batch(mode: str, inline: bool, own_forward: bool, backward_inside: bool):
     torch.manual_seed(0)
     blocks = [Block(False) for _ in range(3)]
     plain, x = nn.Sequential(*blocks), rows(5)
@@ -224,7 +222,7 @@ def test_another_thread_keeps_the_cache_of_the_process():
     assert other.outer.weight is not weight
 
 
-def test_a_parametrization_that_draws_keeps_its_numbers_inside_of_a_block():
+def test_random_parametrization_is_constant_within_block():
     class Dropped(nn.Module):
         def forward(self, weight: Tensor) -> Tensor:
             return nn.functional.dropout(weight, 0.5)
@@ -240,8 +238,8 @@ def test_a_parametrization_that_draws_keeps_its_numbers_inside_of_a_block():
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
-def test_who_was_inside_before_the_first_pipe_leaves_as_before():
-    """In a process of its own, because the first pipe of a process prepares it."""
+def test_cached_entered_before_first_pipe_exits_normally():
+    """The first pipe prepares the process, so the test runs in a fresh one."""
     code = (
         "import torch, gpipe\n"
         "from torch import nn\n"

@@ -9,9 +9,7 @@ from gpipe.checkpoint import _parametrized
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_an_interrupt_at_the_end_still_gives_torch_its_cache_back(
-    monkeypatch: pytest.MonkeyPatch, is_late: bool
-) -> None:
+def test_interrupted_end_restores_cache(monkeypatch: pytest.MonkeyPatch, is_late: bool) -> None:
     process, original, before = _parametrized._Process(), _parametrized.set_parametrized_cache, parametrized_cache()
     interrupts = [KeyboardInterrupt()]
 

@@ -24,17 +24,17 @@ from ..module.test_step import SLOW, Way, lived, ways
 
 
 def checkpointed(use_reentrant: bool, p: float = 0.0) -> nn.Module:
-    """Has a checkpoint of its own inside."""
+    """Return a layer with a nested checkpoint."""
     inner = nn.Sequential(nn.Linear(6, 6), nn.Dropout(p) if p else nn.Identity(), nn.Tanh())
     return Layer(lambda s, x: checkpoint(s.m[0], x, use_reentrant=use_reentrant), inner)
 
 
 @SLOW
 @given(recipes(), ways, ways, st.integers(0, 2**16), st.integers(1, 4), st.sampled_from(MODES), st.booleans())
-def test_numbers_depend_on_layer_and_micro_batch_alone(
+def test_random_numbers_depend_only_on_cell(
     recipe: Recipe, one: Way, other: Way, seed: int, stages: int, mode: str, random: bool
 ):
-    """And not on the balance, the number of partitions, checkpointing, the schedule or threads; also in the loss."""
+    """They do not depend on balance, number of partitions, checkpointing, schedule or threads, even in the loss."""
     recipe = replace(recipe, training=True, input_needs_grad=True, dtype=torch.float64)
     loss = "random" if random and "call" not in (one.schedule, other.schedule) else one.loss
     expected = lived(recipe, replace(one, loss=loss))
@@ -44,7 +44,7 @@ def test_numbers_depend_on_layer_and_micro_batch_alone(
 
 @settings(max_examples=max(2, settings.default.max_examples // 10))
 @given(st.integers(1, 64), st.integers(1, 64))
-def test_no_two_layers_or_micro_batches_share_a_seed(microbatches: int, layers: int):
+def test_cells_have_different_seeds(microbatches: int, layers: int):
     run = RunRNG()
     cells = [CellRNG(run, i, k) for i in range(microbatches) for k in range(layers)]
     seeds = {cell.draw().initial_seed() for cell in cells}
@@ -55,7 +55,7 @@ def test_no_two_layers_or_micro_batches_share_a_seed(microbatches: int, layers: 
 
 
 def drawn(s: Layer, x: Tensor) -> Tensor:
-    """Draws several times from generators of its own, now and then seeded anew, or all with one seed."""
+    """Use random numbers from several private generators, sometimes reseeded, or all with the same seed."""
     for which, how in s.plan:
         generator = s.generators[which]
         if how == "seeded":
@@ -78,7 +78,7 @@ def drawing(plan: list[tuple[int, str]]) -> nn.Sequential:
 )
 @settings(max_examples=settings.default.max_examples // 2)
 def test_generators_of_layers(plan: list[tuple[int, str]], mode: str, inline: bool):
-    torch.manual_seed(0)  # as theirs, so that nobody mistakes one for the other
+    torch.manual_seed(0)  # the same seed as the layers' generators, so that they could be confused
     pipe = GPipe(drawing(plan), [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint=mode)
     plain = drawing(plan)
     with running(inline):
@@ -92,7 +92,7 @@ def test_generators_of_layers(plan: list[tuple[int, str]], mode: str, inline: bo
 
 
 def seeded(seed: int) -> Callable[[Tensor], Tensor]:
-    """What draws the same noise in each forward, as a layer may do to be like another."""
+    """Return a function with the same noise in each forward, like a layer that repeats another layer's noise."""
 
     def call(x: Tensor) -> Tensor:
         with torch.random.fork_rng(devices=[]):
@@ -103,7 +103,7 @@ def seeded(seed: int) -> Callable[[Tensor], Tensor]:
 
 
 def restored(x: Tensor) -> Tensor:
-    """What sets a state of torch's generator that it had with another seed."""
+    """Restore a state of torch's generator from a different seed."""
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(torch.Generator().manual_seed(3).get_state())
         return nn.functional.dropout(x)
@@ -151,8 +151,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 @pytest.mark.parametrize("name", sorted(REFUSED))
 @each_mode
 @pytest.mark.parametrize("inline", [False, True])
-def test_who_wants_to_draw_the_same_again_is_refused(name: str, mode: str, inline: bool):
-    """Each time, under every schedule; and the generator of the process is as if the layers had not touched it."""
+def test_repeating_random_numbers_raises(name: str, mode: str, inline: bool):
+    """It raises in every run and schedule, and the global generator does not show that the layers used it."""
     make, says = REFUSED[name]
     pipe = GPipe(
         nn.Sequential(nn.Linear(6, 6), make(), nn.Dropout()), [2, 1], devices=["cpu"] * 2, chunks=2, checkpoint=mode
@@ -168,7 +168,7 @@ def test_who_wants_to_draw_the_same_again_is_refused(name: str, mode: str, inlin
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "fill_drain"])
-def test_a_loss_that_wants_to_draw_the_same_again_is_refused(schedule: str):
+def test_loss_repeating_random_numbers_raises(schedule: str):
     pipe = GPipe(nn.Sequential(nn.Linear(6, 6)), [1], devices=["cpu"], chunks=2)
     for make, says in REFUSED.values():
         loss = nn.Sequential(make(), Call(torch.sum))
@@ -179,8 +179,8 @@ def test_a_loss_that_wants_to_draw_the_same_again_is_refused(schedule: str):
 
 
 @each_mode
-def test_a_layer_may_seed_the_generator_when_nobody_draws_any_more(mode: str):
-    """For whoever draws after the run: that is its wish, and not a state that came back late."""
+def test_layer_may_seed_generator_after_last_use(mode: str):
+    """The new seed applies to code after the run. It is not a state restored too late."""
     layers = nn.Sequential(nn.Dropout(), Call(lambda x: (torch.manual_seed(17), x * 1)[1]))
     pipe = GPipe(layers, [1, 1], devices=["cpu"] * 2, checkpoint=mode)
     torch.manual_seed(5)
@@ -189,8 +189,8 @@ def test_a_layer_may_seed_the_generator_when_nobody_draws_any_more(mode: str):
 
 
 @each_mode
-def test_a_pipe_inside_of_a_layer_draws_the_numbers_of_that_layer(mode: str):
-    """A recomputation draws them again: gradients flow through what the forward has kept."""
+def test_nested_pipe_uses_random_numbers_of_layer(mode: str):
+    """Recomputation repeats them, since gradients use tensors saved by the forward."""
     inside = GPipe(nn.Sequential(nn.Dropout()), [1], devices=["cpu"], chunks=2)
     pipe = GPipe(nn.Sequential(nn.Identity(), inside), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=mode)
     x = torch.ones(8, 6, requires_grad=True)
@@ -200,18 +200,18 @@ def test_a_pipe_inside_of_a_layer_draws_the_numbers_of_that_layer(mode: str):
     assert {*y.flatten().tolist()} == {0.0, 2.0}
 
 
-def test_no_lock_of_a_generator_is_held_while_garbage_is_collected() -> None:
-    """Other threads may wait for it, and would never let the collection go on."""
+def test_generator_lock_is_free_during_garbage_collection() -> None:
+    """Other threads may wait for the lock, and block the collection forever."""
     assert in_child(_states_in_collections) == "True"
 
 
 def _states_in_collections() -> bool:
-    """Whether garbage was collected while states were read, and their lock was free then."""
+    """Return whether garbage was collected while states were read, with the lock free."""
     during, reads, held = [], [False], []
 
     def note(*_: Any) -> None:
         if reads[0]:
-            during.append(PROCESS.get_state())  # waits for ever for a lock that this thread holds
+            during.append(PROCESS.get_state())  # waits forever for a lock that this thread holds
 
     gc.set_threshold(10)
     gc.callbacks.append(note)
@@ -226,10 +226,10 @@ def _states_in_collections() -> bool:
 
 @pytest.mark.parametrize("is_collecting", [True, False])
 @pytest.mark.parametrize("way", [nullcontext, inline])
-def test_the_collector_stays_as_the_caller_has_set_it(
+def test_garbage_collector_setting_is_preserved(
     monkeypatch: pytest.MonkeyPatch, is_collecting: bool, way: Callable[[], Any]
 ) -> None:
-    """Whoever switches it in one thread changes it for all others."""
+    """Switching the collector in one thread affects all threads."""
     switched: list[str] = []
     (gc.enable if is_collecting else gc.disable)()
     try:
@@ -258,7 +258,7 @@ def _forks() -> None:
         pass
 
 
-@pytest.mark.usefixtures("no_collector")  # see state_of(); layers ask torch for the state by themselves
+@pytest.mark.usefixtures("no_collector")  # see state_of(); layers read the state from torch themselves
 @settings(max_examples=settings.default.max_examples // 3, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.sampled_from(sorted(RACING)), min_size=2, max_size=4),

@@ -1,4 +1,4 @@
-"""Layers that remember what they saw: a pipe is the plain loop over micro-batches, or refuses."""
+"""Stateful layers: a pipe matches the plain loop over micro-batches, or raises."""
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
@@ -18,7 +18,7 @@ from ..layers import DOUBLE, MODES, Layer, assert_same, linears, rows, running, 
 from ..odd_layers import ODD, WIDTH, Odd
 
 WAYS = (None, "fill_drain", "1f1b", "zero_bubble")
-"""Without a schedule: forward and backward of the whole mini-batch."""
+"""Schedules; None means forward and backward of the full mini-batch."""
 
 
 def late(s: Layer, x: Tensor) -> Tensor:
@@ -38,14 +38,14 @@ def remembers(kind: str, start: int) -> Layer:
 
 
 def polite(s: Odd, x: Tensor) -> Tensor:
-    """Counts where nobody can look, unless it is a recomputation."""
+    """Count calls in hidden state, except in recomputations."""
     if not is_recomputing():
         s.all.append(None)
     return s.linear(x)
 
 
 def statistics(s: Odd, x: Tensor) -> Tensor:
-    """Batch norm by hand, whose kernel changes buffers and no version."""
+    """Run functional batch norm, whose kernel updates buffers without a new version."""
     return F.batch_norm(x, s.mean, s.average[0], training=True)
 
 
@@ -57,14 +57,14 @@ def aliased(s: Odd, x: Tensor) -> Tensor:
 
 
 def added(s: Odd, x: Tensor) -> Tensor:
-    """Changes a tensor in place that is no buffer."""
+    """Modifies a tensor in place that is not a buffer."""
     s.kept = torch.zeros(WIDTH, dtype=DOUBLE) if s.kept is None else s.kept
     s.kept += x.detach().mean(0)
     return s.linear(x) * s.kept.clone()
 
 
 def appends(s: Odd, x: Tensor) -> Tensor:
-    """Keeps a tensor at the end of a list, for whoever may use it."""
+    """Append a tensor to a list that any code may read."""
     s.all.append(x.mean())
     return s.linear(x)
 
@@ -97,9 +97,9 @@ ACTS: dict[str, Callable[[Odd, Tensor], Tensor]] = {
     "noise": lambda s, x: s.linear(x) * torch.rand(x.shape, generator=s.generator, dtype=DOUBLE),
 }
 WORKING = ("counted", "averaged", "set again", "statistics", "polite", "noise", "momentum")
-"""Those that are right whenever they begin, in all modes."""
+"""Layers that are correct in all modes, from any call on."""
 KEEPING = ("number", "carries", "added", "appends", "decays", "large", "renorms", "momentum of a parameter")
-"""Those whose graph is kept; they are refused if they begin after the first micro-batch of a run."""
+"""Layers that keep their graph; an error if they begin after the first micro-batch of a run."""
 REMEMBERING = (*WORKING, *KEEPING, "by_numpy", "listed", "aliased")
 
 
@@ -132,7 +132,7 @@ def live(
     name: str, start: int, *, mode: str, way: str | None, inline: bool, early: bool, chunks: int, runs: int,
     times: int = 1,
 ) -> int:  # fmt: skip
-    """Train a pipe and the plain model; the run in which the pipe refused, or ``runs``."""
+    """Train a pipe and the plain model. Return the run in which the pipe raised, or ``runs``."""
 
     def built() -> nn.Sequential:
         torch.manual_seed(0)
@@ -186,9 +186,7 @@ def test_what_shows_in_small_buffers_works(
 
 @pytest.mark.parametrize("name", KEEPING)
 @pytest.mark.parametrize("mode", ["always", "except_last"])
-def test_a_layer_that_changes_what_is_not_copied_keeps_its_graph(
-    name: str, mode: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_layer_changing_uncopied_state_keeps_graph(name: str, mode: str, caplog: pytest.LogCaptureFixture) -> None:
     assert live(name, 0, mode=mode, way="1f1b", inline=False, early=False, chunks=3, runs=3) == 3
     (message,) = [each for each in caplog.messages if "its graph is kept" in each]
     assert "forward changes '1." in message
@@ -197,7 +195,7 @@ def test_a_layer_that_changes_what_is_not_copied_keeps_its_graph(
 @pytest.mark.parametrize("inline", [False, True])
 @pytest.mark.parametrize("mode", ["always", "except_last"])
 @pytest.mark.parametrize("way", WAYS)
-def test_what_nobody_can_see_is_refused_by_the_partition(mode: str, way: str | None, inline: bool) -> None:
+def test_undetected_state_change_fails_recomputation_check(mode: str, way: str | None, inline: bool) -> None:
     model = nn.Sequential(*linears(1, WIDTH), remembers("listed", 0), *linears(1, WIDTH))
     pipe = GPipe(model, [1, 2], devices=["cpu"] * 2, chunks=3, checkpoint=mode)
     with running(inline), pytest.raises(RuntimeError, match="another output") as caught:
@@ -219,7 +217,7 @@ def copied(key: Tensor, query: Tensor) -> None:
 
 
 def turned(key: Tensor, query: Tensor) -> None:
-    """The same values in another order, as in a queue."""
+    """Reorder the values, like a queue."""
     key.data.copy_(key.data.roll(1, 0))
 
 
@@ -236,7 +234,7 @@ MOVES = (assigned, in_place, copied, turned, by_numpy, counted)
 
 
 class Follows(nn.Module):
-    """Has a parameter or buffer that follows another weight from some call on, as the key encoder of MoCo does."""
+    """A parameter or buffer that follows a weight from some call on, like MoCo's key encoder."""
 
     def __init__(self, move: Callable[[Tensor, Tensor], None], size: int, is_parameter: bool, start: int = 0) -> None:
         super().__init__()
@@ -268,7 +266,7 @@ class Follows(nn.Module):
 @example(move=in_place, size=4, is_parameter=True, start=1, mode="always", way=None, inline=False)
 @example(move=in_place, size=4, is_parameter=True, start=4, mode="always", way="1f1b", inline=False)
 @example(move=assigned, size=4, is_parameter=True, start=4, mode="always", way="1f1b", inline=False)
-def test_state_that_a_forward_moves_moves_once_for_a_micro_batch(
+def test_state_is_updated_once_per_micro_batch(
     move: Callable[[Tensor, Tensor], None],
     size: int,
     is_parameter: bool,
@@ -277,17 +275,17 @@ def test_state_that_a_forward_moves_moves_once_for_a_micro_batch(
     way: str | None,
     inline: bool,
 ) -> None:
-    """Or is refused, where a later micro-batch is the first to move it."""
+    """It raises if a later micro-batch is the first to move it."""
 
     def layers() -> nn.Sequential:
         torch.manual_seed(0)
         return nn.Sequential(Follows(move, size, is_parameter, start), nn.Linear(3, 3, dtype=DOUBLE))
 
     with pytest.MonkeyPatch.context() as patch, running(inline):
-        # After the first run of a pipe, what leaves no trace is looked for only then.
+        # After a pipe's first run, changes without a trace are detected only with this setting.
         patch.setenv("GPIPE_CHECK", str(int(start > 0 and move not in (assigned, counted))))
         pipe, plain = GPipe(layers(), [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint=mode), layers()
-        # The first micro-batch of a run tells that graphs have to be kept.
+        # The first micro-batch of a run shows that graphs must be kept.
         refusal = nullcontext() if start % 3 == 0 else suppress_refusal()
         with closing(pipe), refusal:
             for _ in range(3):
@@ -306,8 +304,8 @@ def suppress_refusal() -> Iterator[None]:
             raise
 
 
-def test_what_tensors_hold_is_looked_at_once_for_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the graph is kept for another reason: the host waits for the values."""
+def test_tensor_values_are_read_once_per_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This includes graphs kept for a different reason. Reading the values blocks the host."""
     looked: list[Any] = []
     monkeypatch.setattr(_state, "_sums", lambda tensor: looked.append(tensor) or torch.zeros(1))
     for name in ("number", "counted"):

@@ -74,7 +74,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_check_ends_with_1_on_findings_and_else_with_0(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_check_exits_with_1_on_findings(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     assert run(["check", "some_models:clean", "--sample", "8,8", "--html", "check.txt"]) == 0
     told = capsys.readouterr().out
     assert "nothing found: 3 layers, 8 rows in 4 micro-batches" in told
@@ -114,7 +114,7 @@ def test_stages_share_workers_as_devices_say(command: list[str], capsys: pytest.
     assert "'zbv' needs its stages down all workers and up again" in capsys.readouterr().err
 
 
-def test_plan_prints_a_report_or_json_and_saves_a_page(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_plan_prints_report_and_saves_page(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     given = ["plan", "some_models:clean", "--sample", "8,8", "--devices", "cpu", "cpu", "--chunks", "2", "4", "--quick"]
     assert run([*given, "--html", "plan.html", "--memory", "1GB"]) == 0
     assert "balance" in capsys.readouterr().out
@@ -180,7 +180,7 @@ def test_plan_takes_devices_that_are_not_there(capsys: pytest.CaptureFixture[str
         (["conquer"], "conquer"),
     ],
 )
-def test_what_cannot_be_used_ends_with_2_and_a_line_that_says_why(
+def test_invalid_arguments_exit_with_status_2(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
     (folder / "folder.html").mkdir()

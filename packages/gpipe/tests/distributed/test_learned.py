@@ -27,7 +27,7 @@ few = settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow, Heal
     chunks=st.integers(2, 4),
     size=st.sampled_from([2, 3]),
 )
-def test_later_steps_have_1f1b_if_the_losses_add_up(
+def test_later_steps_use_1f1b_if_losses_add_up(
     worlds, loss: int, batches: list[tuple[int, int, int]], items: Any, chunks: int, size: int
 ) -> None:
     """The first step computes the loss of all rows; every step has the loss and gradients of the plain model."""

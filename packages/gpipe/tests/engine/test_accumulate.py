@@ -1,4 +1,4 @@
-"""Gradients outside of ``.grad`` are those that autograd would put there."""
+"""Gradients collected outside ``.grad`` match autograd's."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from ..layers import DOUBLE, Overwrites
 
 
 @pytest.mark.parametrize("by_function", [True, False])
-def test_a_function_of_ones_own_or_the_stage_before_may_overwrite_its_gradient(by_function: bool) -> None:
+def test_custom_function_may_overwrite_its_gradient(by_function: bool) -> None:
     weight = nn.Parameter(torch.ones(4, dtype=DOUBLE))
     x = torch.ones(4, dtype=DOUBLE, requires_grad=True)
     y = weight + (Overwrites.apply(x) if by_function else x)  # both get the same gradient
@@ -27,8 +27,8 @@ def test_a_function_of_ones_own_or_the_stage_before_may_overwrite_its_gradient(b
     assert own.tolist() == [1] * 4
 
 
-def test_leaves_with_one_gradient_have_sums_of_their_own() -> None:
-    """Both terms of a sum get the same tensor, to which each of them must not add."""
+def test_leaves_sharing_a_gradient_have_separate_sums() -> None:
+    """Both terms of a sum get the same tensor, so neither sum may accumulate into it."""
     a, b = (nn.Parameter(torch.ones(4, dtype=DOUBLE)) for _ in range(2))
     gradients = GradientSums()
     for k in (1, 2):

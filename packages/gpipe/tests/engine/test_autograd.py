@@ -1,4 +1,4 @@
-"""To autograd a run is part of the caller's graph: gradients flow as through the model, or the way is refused."""
+"""A run is a node in the caller's graph: gradients match the model's, or an error is raised."""
 
 import weakref
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def test_a_second_backward_is_refused(checkpoint: str, retain: bool) -> None:
     with pytest.raises(RuntimeError, match=SECOND if retain else "second time"):
         loss.backward()
     model(rows()).sum().backward()
-    assert_same(pipe, model)  # the refused one left nothing behind
+    assert_same(pipe, model)  # the failed backward left nothing behind
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
@@ -60,8 +60,8 @@ def test_create_graph_is_refused(checkpoint: str) -> None:
 
 
 @each_mode
-def test_autograd_grad_and_backward_to_some_inputs_are_refused(checkpoint: str) -> None:
-    """After the refusal the same run may go backward properly."""
+def test_autograd_grad_and_partial_backward_raise(checkpoint: str) -> None:
+    """A regular backward of the same run still works after the error."""
     pipe, model = twins(linears(), [1, 2], chunks=2, checkpoint=checkpoint)
     model(rows()).sum().backward()
     for ask in (
@@ -81,7 +81,7 @@ def test_autograd_grad_and_backward_to_some_inputs_are_refused(checkpoint: str) 
 
 
 def test_reentrant_checkpointing_around_the_pipe_works() -> None:
-    """Also where layers draw: torch gives its generator the state of before."""
+    """Layers may be random: torch restores the state of its generator."""
     around, plain = (piped(nn.Sequential(*linears(), nn.Dropout()), [1, 3], chunks=2) for _ in "ab")
     with torch.random.fork_rng(devices=[]):
         torch_checkpoint(around, rows(grad=True), use_reentrant=True).square().sum().backward()
@@ -153,8 +153,8 @@ def test_without_grad_nothing_is_kept(mode: Callable[[], Any], checkpoint: str) 
 
 @pytest.mark.usefixtures("no_collector")
 @each_mode
-def test_each_micro_batch_goes_when_its_backward_is_done(checkpoint: str) -> None:
-    """Without the help of the garbage collector."""
+def test_micro_batches_are_freed_after_their_backward(checkpoint: str) -> None:
+    """The garbage collector is not needed."""
     held: list[weakref.ref[Any]] = []
     alive: list[int] = []
 
@@ -175,7 +175,7 @@ def test_each_micro_batch_goes_when_its_backward_is_done(checkpoint: str) -> Non
 
 @pytest.mark.parametrize("schedule", [None, "1f1b", "zero_bubble"])
 @pytest.mark.parametrize("apart", [False, True])
-def test_a_backward_inside_of_a_forward_reaches_earlier_stages(schedule: str | None, apart: bool):
+def test_backward_inside_forward_reaches_earlier_stages(schedule: str | None, apart: bool):
     def inside(s: Layer, x: Tensor) -> Tensor:
         y: Tensor = s.m[0](x)
         y.square().sum().backward(retain_graph=True)
@@ -186,7 +186,7 @@ def test_a_backward_inside_of_a_forward_reaches_earlier_stages(schedule: str | N
         return nn.Sequential(first, Layer(inside, second), last)
 
     pipe, plain = piped(built(), [1, 1, 1], chunks=3, checkpoint="never"), built()
-    # Gradients of parameters that another graph uses are accumulated outside of .grad.
+    # Gradients of parameters that another graph uses are accumulated outside .grad.
     graph = [parameter * 1 for parameter in pipe.parameters()] if apart else []
     trained(pipe, rows(), schedule)
     trained(plain, rows())

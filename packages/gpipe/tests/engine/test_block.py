@@ -26,8 +26,8 @@ def pipe_of(*layers: nn.Module, balance: list[int] | None = None, checkpoint: st
 
 
 @pytest.mark.parametrize(("activation", "saved"), [(nn.GELU, 2), (nn.Tanh, 1)], ids=["input", "output"])
-def test_what_is_held_falls_by_what_blocks_save(activation: type[nn.Module], saved: int):
-    """Also if an operation saves its output; until the last backward, with what recomputations save."""
+def test_checkpointing_frees_saved_tensors_of_blocks(activation: type[nn.Module], saved: int):
+    """An operation may save its output. Memory includes tensors saved by recomputations, until the last backward."""
 
     def held(count: int, checkpoint: str) -> int:
         parts = lambda: nn.Sequential(nn.Linear(64, 256), activation(), nn.Linear(256, 64))  # noqa: E731
@@ -48,7 +48,7 @@ def test_what_is_held_falls_by_what_blocks_save(activation: type[nn.Module], sav
 
 @each_way
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_layers_see_their_phase_and_draw_the_same_again_from_their_own_generator(checkpoint: str, inline: bool):
+def test_recomputation_repeats_phase_and_private_generators(checkpoint: str, inline: bool):
     seen: list[list[tuple[bool, bool, float]]] = [[] for _ in range(3)]
 
     def noisy(k: int, own: torch.Generator) -> nn.Module:
@@ -70,7 +70,7 @@ def test_layers_see_their_phase_and_draw_the_same_again_from_their_own_generator
 
 @pytest.mark.parametrize("call", [1, 2])
 @each_way
-def test_a_forward_or_recomputation_that_fails_leaves_no_phase_behind(call: int, inline: bool):
+def test_failed_run_resets_phase(call: int, inline: bool):
     seen, calls = list[tuple[bool, bool]](), iter(range(1, 9))
 
     def act(x: Tensor) -> Tensor:
@@ -87,13 +87,13 @@ def test_a_forward_or_recomputation_that_fails_leaves_no_phase_behind(call: int,
 
 
 def counts(s: Layer, x: Tensor) -> Tensor:
-    """Depends on how often it was called, which nobody can put back."""
+    """The result depends on the number of calls, which cannot be reset."""
     s.calls.append(None)
     return (x * len(s.calls)).sin()
 
 
 def saves_more(s: Layer, x: Tensor) -> Tensor:
-    """Gives the same each time, by other operations."""
+    """Return the same result each time, but with different operations."""
     s.calls.append(None)
     return x.sin() if len(s.calls) < 2 else x.sin() + (x * x) * 0
 
@@ -114,7 +114,7 @@ def test_what_cannot_be_repeated_is_refused(layers: list[nn.Module], says: str, 
         pipe.step(rows(4, grad=True), rows(4), loss_fn=F.mse_loss, reduction="mean")
 
 
-def test_a_pipe_inside_of_a_checkpointed_layer_is_refused():
+def test_pipe_inside_checkpointed_layer_raises():
     inner = piped(linears(2), [1, 1], checkpoint="never")
     pipe = pipe_of(inner, *linears(2), balance=[2, 1])
     with closing(inner), closing(pipe), pytest.raises(RuntimeError, match="computes on other threads"):
@@ -131,8 +131,8 @@ def test_derivatives_inside_of_a_checkpointed_layer_are_refused():
         pipe.step(rows(4), rows(4), loss_fn=F.mse_loss, reduction="mean")
 
 
-def test_a_block_in_place_on_memory_that_two_of_its_inputs_share():
-    """Copies of both, kept for the recomputation, would not see each other's changes."""
+def test_in_place_block_with_aliased_inputs():
+    """Separate copies saved for recomputation would not share in-place changes."""
     last = nn.Linear(3, 3, dtype=DOUBLE)
     twice = Layer(lambda s, x: (y := s.m[0](x), y.view_as(y)), linears(1))
     changes = Layer(lambda s, pair: s.m[0](pair[0].mul_(2) * pair[1].tanh()), last)

@@ -1,4 +1,4 @@
-"""What the caller's thread has switched on acts on the layers, in forward and recomputation."""
+"""Thread-local settings of the caller apply to layers, in forward and recomputation."""
 
 import contextvars
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ def perceptron() -> nn.Sequential:
 
 
 def assert_nearly(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:
-    """Up to the few bits of bfloat16, in which the loop adds up gradients and the pipe does not."""
+    """Compare up to bfloat16 precision, because only the loop accumulates gradients in bfloat16."""
     for ours, theirs in zip(found, expected, strict=True):
         assert float((ours - theirs).norm()) < 0.02 * float(theirs.norm())
 
@@ -46,8 +46,8 @@ class KeepsCasts(nn.Linear):
 
 @each_mode
 @each_way
-def test_autocast_casts_each_weight_once_in_all_forwards_and_once_in_all_recomputations(mode: str, way: Any):
-    """All threads have one cache of casts: none may empty it while another computes, and afterwards it is empty."""
+def test_autocast_casts_weights_once_per_phase(mode: str, way: Any):
+    """The threads share one autocast cache. None may clear it while others compute, and it is empty in the end."""
     layers = [KeepsCasts() for _ in range(4)]
     x = torch.randn(32, 6, requires_grad=True)
     pipe = GPipe(nn.Sequential(*layers), [1] * 4, devices=["cpu"] * 4, chunks=8, checkpoint=mode)
@@ -103,7 +103,7 @@ def gradients_of(module: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor, 
 @each_mode
 @each_way
 def test_backwards_inside_stay_on_their_worker(mode: str, way: Any):
-    """On a thread of autograd's own they might wait for a worker that waits for them."""
+    """An autograd thread might deadlock with a worker."""
 
     def look() -> None:
         seen.append(torch._C._is_multithreading_enabled())

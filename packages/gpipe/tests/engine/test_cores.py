@@ -1,4 +1,4 @@
-"""Which cores each worker on the CPU computes on."""
+"""The assignment of cores to CPU workers."""
 
 import os
 import threading
@@ -30,7 +30,7 @@ class TestShares:
         monkeypatch.delenv("GPIPE_PIN_WORKERS", raising=False)
 
     @given(core_sets, st.integers(1, 64))
-    def test_every_core_has_one_owner_and_shares_are_even(self, cores: set[int], workers: int) -> None:
+    def test_cores_are_divided_evenly(self, cores: set[int], workers: int) -> None:
         found = shares(cores, workers)
         if len(cores) < workers:
             assert found == [cores] * workers
@@ -45,7 +45,7 @@ class TestShares:
 
 
 @many_cores
-def test_workers_follow_when_the_caller_is_bound_to_fewer() -> None:
+def test_workers_follow_affinity_of_caller() -> None:
     seen: dict[int, frozenset[int]] = {}
     layers = [Call(lambda x, j=j: seen.update({j: usable()}) or x * 1) for j in range(2)]
     pipe = GPipe(nn.Sequential(*layers), [1, 1], devices=["cpu"] * 2, chunks=2)
@@ -62,8 +62,8 @@ def test_workers_follow_when_the_caller_is_bound_to_fewer() -> None:
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.parametrize("pin", ["0", "1"])
-def test_a_process_that_a_layer_forks_has_all_cores(monkeypatch: pytest.MonkeyPatch, pin: str) -> None:
-    """On a worker that is bound to a share of them."""
+def test_forked_process_may_use_all_cores(monkeypatch: pytest.MonkeyPatch, pin: str) -> None:
+    """The layer is on a worker bound to a share of the cores."""
     monkeypatch.setenv("GPIPE_PIN_WORKERS", pin)
     found: list[tuple[frozenset[int], str, frozenset[int]]] = []
     layer = Call(lambda x: found.append((usable(), in_child(lambda: sorted(usable())), usable())) or x)
@@ -76,8 +76,8 @@ def test_a_process_that_a_layer_forks_has_all_cores(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("way", [nullcontext, inline])
-def test_helpers_of_the_caller_end_before_every_run_on_cpu_workers(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is computed; unless nobody needs their cores."""
+def test_helpers_of_caller_stop_before_runs(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They stop before any computation, unless their cores are not needed."""
     calls: list[Any] = []
     monkeypatch.setattr(_workers, "pause_helpers", lambda: calls.append(threading.get_ident()))
     layer = Call(lambda x: on_backward((calls.append("forward"), x)[1], lambda: calls.append("backward")))

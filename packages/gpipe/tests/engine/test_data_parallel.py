@@ -33,7 +33,7 @@ def squares(output: Tensor, _: Any = None) -> Tensor:
 
 
 def expect_alike(*replicas: nn.Module) -> None:
-    """The same gradients and, on both processes, the same parameters; then takes a step."""
+    """Check that gradients, and parameters in both processes, are equal; then take a step."""
     assert_same(*replicas)
     for parameter in replicas[0].parameters():
         both = [torch.empty_like(parameter) for _ in range(2)]
@@ -73,7 +73,7 @@ def stepped(_: list[str]) -> None:
     ddp, plain = pair(linears(4), "except_last")
     with pytest.raises(RuntimeError, match="DistributedDataParallel around this pipe"):
         ddp.module.step(batch(0, 6), loss_fn=squares)
-    for reduction in ("mean", None):  # by micro-batch, and of all rows
+    for reduction in ("mean", None):  # per micro-batch, and on the full batch
         with ddp.no_sync(), plain.no_sync():
             ddp.module.step(batch(1, 6), loss_fn=squares, reduction=reduction)
             squares(plain(batch(1, 6))).backward()
@@ -96,7 +96,7 @@ def reentrant(_: list[str]) -> None:
 
 @pytest.mark.parametrize("modes", [["except_last"], pytest.param(["never", "always"], marks=pytest.mark.long)])
 def test_data_parallel_over_two_processes(modes: list[str]):
-    """Changing numbers of micro-batches; parameters that are not used; ``step()``, which is refused."""
+    """Covers varying numbers of micro-batches, unused parameters, and the error of ``step()``."""
     with world(2) as ranks:
         for check in (changing_batches, unused, stepped, reentrant):
             ranks.run(check, modes)

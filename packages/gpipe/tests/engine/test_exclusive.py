@@ -35,7 +35,7 @@ Way = Callable[[], AbstractContextManager[None]]
 
 
 def at_once(*works: Callable[[], Any]) -> list[Any]:
-    """What ``works`` return, each on a thread of its own, started together."""
+    """Run ``works`` concurrently, each on a new thread, and return their results."""
     meeting = threading.Barrier(len(works))
     futures = [started(lambda work=work: (meeting.wait(300), work())[1]) for work in works]
     return [future.result(300) for future in futures]
@@ -58,7 +58,7 @@ def train(pipe: nn.Module, how: str | None, x: Tensor) -> None:
     shared=st.booleans(),
     stages=st.integers(1, 3),
 )
-def test_threads_that_train_one_pipe_add_what_each_would_have_added(
+def test_threads_training_one_pipe_add_gradients(
     way: Way, hows: list[list[str | None]], checkpoint: str, hooked: bool, shared: bool, stages: int
 ) -> None:
     model = linears(3)
@@ -81,7 +81,7 @@ def test_threads_that_train_one_pipe_add_what_each_would_have_added(
             train(model, how, inputs[k])
     assert_same(pipe, model)
     if hooked:
-        # A gradient that arrives while another run keeps the hooks away is told together with that run's.
+        # Gradients that arrive while a different run has removed the hooks are reported together with that run's.
         assert 1 <= len(seen) <= sum(map(len, hows))
         torch.testing.assert_close(torch.stack(seen).sum(0), model[0].weight.grad)
     pipe.close()
@@ -119,7 +119,7 @@ def test_threads_are_refused_where_autograd_adds_the_gradients(monkeypatch: pyte
 @each_way
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("shared", [True, False])
-def test_two_pipes_with_a_parameter_in_common_are_not_trained_at_once(way: Way, how: str | None, shared: bool) -> None:
+def test_pipes_sharing_parameter_cannot_train_concurrently(way: Way, how: str | None, shared: bool) -> None:
     inside, tried = threading.Event(), threading.Event()
 
     def slow(gradient: Tensor) -> None:
@@ -150,8 +150,8 @@ def test_two_pipes_with_a_parameter_in_common_are_not_trained_at_once(way: Way, 
     torch.testing.assert_close(first[0].weight.grad, wanted[0].weight.grad)
 
 
-def test_a_thread_may_leave_its_pipe_while_another_one_enters_its_own() -> None:
-    """Here in the middle of the comparison with a third pipe."""
+def test_threads_may_enter_and_leave_different_pipes() -> None:
+    """One of them is being compared with a third pipe."""
     entered, leave, left = threading.Event(), threading.Event(), threading.Event()
 
     class Third(Section):
@@ -252,7 +252,7 @@ def test_layers_on_two_stages_may_share_a_pipe(way: Way, checkpoint: str) -> Non
 
 
 @each_way
-def test_a_hook_of_a_parameter_may_call_the_pipe(way: Way) -> None:
+def test_parameter_hook_may_call_the_pipe(way: Way) -> None:
     pipe = piped(linears(), [1, 2], chunks=2)
     outputs: list[Tensor] = []
     pipe[0].weight.register_hook(lambda gradient: outputs.append(pipe(rows()).detach()) or gradient)
@@ -270,7 +270,7 @@ def test_a_hook_of_a_parameter_may_call_the_pipe(way: Way) -> None:
 @each_way
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("use", [lambda pipe: pipe(rows()), lambda pipe: trained(pipe, rows(), "1f1b")])
-def test_in_the_middle_of_a_run_the_child_may_not(way: Way, where: str, use: Callable[[GPipe], Any]) -> None:
+def test_child_forked_during_run_raises(way: Way, where: str, use: Callable[[GPipe], Any]) -> None:
     """A process is forked while another thread is in a run, and the child uses the pipe."""
     reached, done = threading.Event(), threading.Event()
     parent = os.getpid()

@@ -41,7 +41,7 @@ def written(root: Path, kibibytes: int | None, groups: str | None, limit: int | 
 
 @given(SIZES, st.sampled_from([None, *FILES]), st.none() | SIZES, SIZES, SIZES)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_the_least_that_the_machine_and_its_container_leave(
+def test_available_memory_of_machine_and_container(
     tmp_path: Path, kibibytes: int, groups: str | None, limit: int | None, used: int, cached: int
 ) -> None:
     written(tmp_path, kibibytes, groups, limit, used, cached)
@@ -49,7 +49,7 @@ def test_the_least_that_the_machine_and_its_container_leave(
     assert available_bytes(tmp_path) == max(0, min([1024 * kibibytes, *left]))
 
 
-def test_where_the_system_does_not_tell_nothing_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_available_memory_skips_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert available_bytes(tmp_path) is None
     written(tmp_path, None, "v2", 10, 0, 0)
     assert available_bytes(tmp_path) is None
@@ -57,7 +57,7 @@ def test_where_the_system_does_not_tell_nothing_is_checked(tmp_path: Path, monke
     expect_host_memory(2**60, "parameters")
 
 
-def test_parameters_that_do_not_fit_are_refused_before_any_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_parameters_raise_before_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     monkeypatch.setattr(_host_memory, "available_bytes", lambda: 4 * 65 * 64 * 4 - 1)
@@ -69,7 +69,7 @@ def test_parameters_that_do_not_fit_are_refused_before_any_is_made(monkeypatch: 
         assert not any(each.is_meta for each in pipe.parameters())
 
 
-def test_gradients_that_do_not_fit_are_refused_before_a_stage_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_gradients_raise_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     layers, called = linears(4), list[nn.Module]()
     needed = sum(each.nbytes for each in layers.parameters())
     layers[0].register_forward_pre_hook(lambda module, inputs: called.append(module))

@@ -1,4 +1,4 @@
-"""Hooks on the nodes that accumulate gradients, as data parallelism has them, fire once a run."""
+"""Hooks on AccumulateGrad nodes, as installed by data parallelism, fire once per run."""
 
 from contextlib import closing, nullcontext
 from typing import Any
@@ -59,11 +59,11 @@ def listening(model: nn.Module, names: set[str], calls: list[tuple[str, Tensor |
     st.lists(st.integers(1, 7), min_size=1, max_size=3),
     st.sampled_from([[3], [1, 2], [1, 1, 1]]),
 )
-def test_as_often_and_with_the_same_as_in_the_plain_model(
+def test_node_hooks_fire_like_in_plain_model(
     names: set[str], hooked: list[tuple[str, str]], filled: set[str], schedule: str | None, mode: str, inline: bool,
     loss_fn: Any, decay: bool, counts: list[int], balance: list[int],
 ):  # fmt: skip
-    """Whatever number of micro-batches a run has, and whatever else the caller's loss reaches."""
+    """The number of micro-batches, and other tensors that the loss reaches, do not matter."""
     decay = decay and schedule in (None, ALL_ROWS) and not hooked and not names
     model = linears()
     pipe = piped(model, balance, chunks=3, checkpoint=mode)
@@ -112,7 +112,7 @@ class Louder(GPipe):
         return 10 * super().forward(x)
 
 
-def test_a_forward_of_a_subclass_is_refused_under_step() -> None:
+def test_step_rejects_overridden_forward() -> None:
     with pytest.raises(RuntimeError, match=r"evaluate\(\) .* does not call the forward of Louder"):
         Louder(linears(), [3], devices=["cpu"]).evaluate(rows(), loss_fn=lambda o: o.sum())
 

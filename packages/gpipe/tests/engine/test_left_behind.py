@@ -1,4 +1,4 @@
-"""What leaves a layer other than by its return value trains as in the plain model or is refused; errors tell of it."""
+"""Tensors that leave a layer through side effects train correctly or raise an explanatory error."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -20,7 +20,7 @@ SEEN: ContextVar[Any] = ContextVar("SEEN", default=0)
 GLOBAL: dict[str, Any] = {}
 
 
-# How a layer leaves a tensor, how the loss finds it, and whether it is outside of all layers.
+# How a layer stores a tensor, how the loss reads it, and whether it is outside all layers.
 WAYS: dict[str, tuple[Callable[[Layer, Any], None], Callable[[Layer], Any], bool]] = {
     "attribute": (lambda layer, value: setattr(layer, "aux", value), lambda layer: layer.aux, False),
     "list": (lambda layer, value: setattr(layer, "all", [*layer.all[-3:], value]), lambda layer: layer.all[-1], False),
@@ -31,7 +31,7 @@ WAYS: dict[str, tuple[Callable[[Layer, Any], None], Callable[[Layer], Any], bool
 
 
 def leave(s: Layer, x: Tensor) -> Tensor:
-    """A linear layer that leaves an auxiliary loss, of its output or of a head of its own."""
+    """A linear layer that stores an auxiliary loss, of its output or of its own head."""
     linear, head = s.m
     y: Tensor = linear(x).tanh()
     aux = squares(head(x) if s.has_head else y)
@@ -67,10 +67,10 @@ def train(model: nn.Module, at: int, way: str, schedule: str | None) -> None:
     st.sampled_from([None, "fill_drain", "1f1b", "zero_bubble", ALL_ROWS]),
     st.booleans(),
 )
-def test_what_a_layer_leaves_behind_trains_as_in_the_plain_model_or_is_refused(
+def test_stored_tensors_train_correctly_or_raise(
     way: str, head: bool, at: int, balance: list[int], chunks: int, mode: str, schedule: str | None, inline: bool
 ) -> None:
-    # Where there is no graph, or it can be neither seen nor named: see the row of docs/semantics.md.
+    # Without a graph, or if it is undetectable: see the row of docs/semantics.md.
     assume(schedule or at >= balance[0] or not WAYS[way][2])
     assume(not schedule or mode == "never" or at >= sum(balance[:-1]) or way != "global")
     plain = model_with(way, head, at)
@@ -80,7 +80,7 @@ def test_what_a_layer_leaves_behind_trains_as_in_the_plain_model_or_is_refused(
     with closing(piped(model_with(way, head, at), balance, chunks=chunks, checkpoint=mode)) as pipe, running(inline):
         try:
             train(pipe, at, way, schedule)
-        except RuntimeError:  # ours, or that of torch where a graph is used twice
+        except RuntimeError:  # our error, or torch's for a graph that is used twice
             return
         assert_same(pipe, plain)
 
@@ -88,7 +88,7 @@ def test_what_a_layer_leaves_behind_trains_as_in_the_plain_model_or_is_refused(
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 @pytest.mark.parametrize("mode", ["never", "always"])
 @pytest.mark.parametrize("schedule", [None, "1f1b", "zero_bubble", ALL_ROWS])
-def test_what_is_left_and_used_by_no_loss_is_no_harm(mode: str, schedule: str | None) -> None:
+def test_stored_graph_tensor_unused_by_loss_is_allowed(mode: str, schedule: str | None) -> None:
     def model() -> nn.Sequential:
         layers = model_with("attribute", head=False, at=1)
         for k in (0, 2):  # these set the weight with its graph in every forward
@@ -118,7 +118,7 @@ def test_the_place_and_the_way_out_are_named(balance: list[int], schedule: str |
 
 @pytest.mark.parametrize("mode", ["never", "always"])
 @pytest.mark.parametrize("schedule", [None, "fill_drain", "1f1b", "zero_bubble", ALL_ROWS])
-def test_an_input_that_the_next_micro_batch_uses_is_refused(schedule: str | None, mode: str) -> None:
+def test_input_used_by_next_micro_batch_raises(schedule: str | None, mode: str) -> None:
     def use(s: Layer, x: Tensor) -> Tensor:
         before, s.kept = s.kept, x
         return x + before
@@ -130,7 +130,7 @@ def test_an_input_that_the_next_micro_batch_uses_is_refused(schedule: str | None
 
 
 @pytest.mark.parametrize("removed", [False, True])
-def test_a_hook_on_an_input_that_a_layer_has_kept_is_called_unless_it_is_removed(removed: bool) -> None:
+def test_hook_on_stored_input_fires_until_removed(removed: bool) -> None:
     def keep(s: Layer, x: Tensor) -> Tensor:
         s.kept = x
         return 2 * x
@@ -147,9 +147,7 @@ def test_a_hook_on_an_input_that_a_layer_has_kept_is_called_unless_it_is_removed
 
 
 @pytest.mark.parametrize(("schedule", "reduction"), [("fill_drain", None), ("fill_drain", "sum"), ("1f1b", "sum")])
-def test_a_weight_that_a_hook_of_its_module_computes_and_the_loss_uses_is_refused(
-    schedule: str, reduction: str | None
-) -> None:
+def test_hook_computed_weight_in_loss_raises(schedule: str, reduction: str | None) -> None:
     model = nn.Sequential(nn.Linear(3, 3, dtype=DOUBLE), nn.Linear(3, 3, dtype=DOUBLE))
     prune.l1_unstructured(model[0], "weight", 0.5)
     with (

@@ -1,4 +1,4 @@
-"""What a run made is gone when nobody needs it any more, although the pipe, its threads and its output live on."""
+"""A run's tensors are freed as soon as they are unused, while the pipe, its threads and its output live on."""
 
 import weakref
 from collections.abc import Callable
@@ -93,7 +93,7 @@ def stepped(schedule: Schedule | str, *, grad: bool = False) -> Callable[[GPipe]
 
 
 def stepped_once(pipe: GPipe) -> object:
-    """With a loss of all rows."""
+    """Run a step with a full-batch loss."""
     return pipe.step(rows(8, grad=True), loss_fn=lambda y, _: y.std(0).sum(), return_outputs=True)
 
 
@@ -107,7 +107,7 @@ ENDS: dict[str, Callable[[GPipe], object]] = {
     **{f"{phase} fails": failing(phase, backward) for phase in ("forward", "backward")},
     **{f"{phase} of a step fails": failing(phase, stepped("1f1b")) for phase in ("forward", "backward")},
 }
-"""Ways to the end of a run, each with what its caller holds afterwards."""
+"""Ways in which a run ends, and the object its caller keeps."""
 
 
 @pytest.mark.one_in(7)
@@ -130,7 +130,7 @@ def test_afterwards_nothing_is_kept_although_the_output_lives(stages: int, end: 
 @pytest.mark.parametrize("stages", [1, 2, 3])
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=8)
 @given(choices=CHOICES, grad=st.booleans(), splits=st.booleans())
-def test_after_a_step_in_any_order_with_any_backwards_split_nothing_is_kept(
+def test_custom_schedules_free_everything(
     stages: int, way: Block, mode: str, choices: tuple[int, ...], grad: bool, splits: bool
 ):
     pipe, memory = watched(stages, mode, 4, splits=splits)
@@ -143,8 +143,8 @@ def test_after_a_step_in_any_order_with_any_backwards_split_nothing_is_kept(
 
 @each_mode
 @pytest.mark.parametrize("block", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_a_micro_batch_is_gone_before_the_next_but_one(block: Block, mode: str):
-    """However many there are: memory in evaluation does not grow with the number of micro-batches."""
+def test_inference_holds_two_micro_batches(block: Block, mode: str):
+    """Evaluation memory does not grow with the number of micro-batches."""
     most = []
     for microbatches in (4, 12):
         pipe, memory = watched(3, mode, microbatches)
@@ -155,7 +155,7 @@ def test_without_gradients_a_micro_batch_is_gone_before_the_next_but_one(block: 
 
 
 @each_way
-def test_an_output_that_is_recomputed_and_not_used_any_more_is_gone_before_the_backward(way: Block):
+def test_unused_recomputed_output_is_freed_early(way: Block):
     pipe = GPipe(linears(2), [1, 1], devices=["cpu"] * 2, checkpoint="always")
     with way():
         output = pipe(rows(grad=True))

@@ -1,4 +1,4 @@
-"""What loss functions take and return, and what a step makes of it."""
+"""Arguments and results of loss functions, and how a step uses them."""
 
 import copy
 from collections.abc import Callable
@@ -144,7 +144,7 @@ def measured(*metrics: Any) -> Callable[[Tensor, Tensor], Any]:
 
 
 def assert_refused(loss_fn: Any, schedule: str | None, kind: type[Exception], message: str) -> None:
-    """With the place; nothing has changed, and the next step is right."""
+    """Check the error and its note on the partition. Nothing has changed, and the next step is right."""
     pipe, model = piped(linears(), [1, 2], chunks=3), linears()
     with pytest.raises(kind, match=message) as caught:
         pipe.step(rows(), rows(), loss_fn=loss_fn, schedule=schedule)
@@ -199,10 +199,10 @@ def assert_refused(loss_fn: Any, schedule: str | None, kind: type[Exception], me
     ],
 )
 @pytest.mark.parametrize("schedule", [None, *ALONE])
-def test_what_is_no_loss_is_refused_with_the_place(
+def test_invalid_loss_raises_with_partition(
     schedule: str | None, loss_fn: Any, kind: type[Exception], message: str
 ) -> None:
-    if schedule == "fill_drain":  # which waits for the loss of all rows, as the default does
+    if schedule == "fill_drain":  # which computes a full-batch loss, like the default schedule
         with pytest.raises(kind, match=message.replace("(2,", "(6,")):
             piped(linears(), [1, 2], chunks=3).step(rows(), rows(), loss_fn=loss_fn, schedule=schedule)
         return

@@ -1,4 +1,4 @@
-"""The loss of the whole mini-batch, and what comes with it, from a step and from ``evaluate()``."""
+"""The loss of the full mini-batch, and accompanying values, from a step and from ``evaluate()``."""
 
 import copy
 import weakref
@@ -60,7 +60,7 @@ def test_it_gives_what_a_step_would_give(
     mode: str,
     drops: bool,
 ):
-    """In the mode that the layers are in, with the same random numbers."""
+    """Layers keep their mode, and use the same random numbers."""
     count = each * chunks
     options: dict[str, Any] = {**LOSSES[loss], "return_outputs": outputs}
     pipe = piped(model(drops), [2, 1, 2], chunks=chunks, checkpoint=mode).train(training)
@@ -85,7 +85,7 @@ def test_it_gives_what_a_step_would_give(
 @pytest.mark.parametrize("inline", [False, True])
 @pytest.mark.parametrize("grad", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_no_output_outlives_its_loss(inline: bool, grad: Any):
-    """At most one is there at a time, whatever the number of micro-batches."""
+    """At most one output is alive at a time, however many micro-batches there are."""
     pipe = piped(linears(), [1, 2], chunks=6)
     alive: list[weakref.ref[Tensor]] = []
     most = []
@@ -159,7 +159,7 @@ def test_metrics_are_those_of_the_whole_mini_batch(
     seen: list[list[float]] = []
 
     def once(output: Tensor, target: Tensor) -> Any:
-        """Also where the last stage is checkpointed: then when it is recomputed."""
+        """The last stage may be checkpointed; then the loss is computed in its recomputation."""
         assert not gpipe.is_checkpointing()
         assert not gpipe.is_recomputing()
         seen.append(target[:, 0].tolist())
@@ -180,8 +180,8 @@ def test_metrics_are_those_of_the_whole_mini_batch(
     assert_same(pipe, plain)
 
 
-def test_a_loss_of_all_rows_gets_memory_of_its_own() -> None:
-    """It may work in place on the outputs, which the caller gets as they were."""
+def test_full_batch_loss_gets_private_memory() -> None:
+    """It may modify the outputs in place, and the caller gets them unmodified."""
 
     def loss_fn(output: Tensor) -> Tensor:
         output.mul_(2).add_(1)
@@ -198,7 +198,7 @@ def test_a_loss_of_all_rows_gets_memory_of_its_own() -> None:
         assert_same(pipe, model)
 
 
-def test_a_loss_works_in_place_on_some_micro_batches_only():
+def test_loss_in_place_on_some_micro_batches():
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
         if target[0, 0] == 6:  # the second micro-batch
             output.mul_(2)
@@ -213,7 +213,7 @@ def test_a_loss_works_in_place_on_some_micro_batches_only():
 
 
 @pytest.mark.parametrize("inline", [False, True])
-def test_nothing_of_a_loss_of_all_rows_is_kept(inline: bool) -> None:
+def test_full_batch_loss_is_freed(inline: bool) -> None:
     held: list[weakref.ref[Any]] = []
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
@@ -246,7 +246,7 @@ def test_counts_are_any_numbers(count: Any, schedule: str | None):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", None])
-def test_where_nothing_counts_the_loss_is_nan_and_the_gradients_are_zeros(schedule: str | None) -> None:
+def test_zero_count_gives_nan_loss_and_zero_gradients(schedule: str | None) -> None:
     pipe = piped(linears(), [1, 2], chunks=3)
     for zero in (0, torch.tensor(0), torch.tensor(0.0)):
         loss_fn = lambda o, t, zero=zero: LossSum((o * 0).sum(), zero)  # noqa: E731
@@ -255,7 +255,7 @@ def test_where_nothing_counts_the_loss_is_nan_and_the_gradients_are_zeros(schedu
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_counted_loss_in_half_precision_overflows_where_the_sum_of_a_micro_batch_does(dtype: torch.dtype):
+def test_half_precision_counted_loss_may_overflow(dtype: torch.dtype):
     def loss_fn(output: Tensor, target: Tensor) -> LossSum:
         return LossSum(F.mse_loss(output, target, reduction="sum"), target.numel())
 
@@ -271,14 +271,14 @@ def test_a_counted_loss_in_half_precision_overflows_where_the_sum_of_a_micro_bat
 
 
 @pytest.mark.parametrize("normalizer", [0, torch.tensor(0)])
-def test_division_by_no_count_is_refused_before_anything_runs(normalizer: Any) -> None:
+def test_zero_normalizer_raises_before_running(normalizer: Any) -> None:
     pipe = piped(linears(), [1, 2], chunks=3)
     with pytest.raises(ValueError, match="normalizer must not be 0"):
         pipe.step(rows(), rows(), loss_fn=F.mse_loss, reduction="sum", normalizer=normalizer)
     assert all(p.grad is None for p in pipe.parameters())
 
 
-def test_a_loss_of_all_rows_computes_under_the_autocast_of_the_caller() -> None:
+def test_full_batch_loss_uses_autocast_of_caller() -> None:
     seen: list[torch.dtype] = []
 
     def loss_fn(output: Tensor) -> Tensor:
@@ -309,15 +309,15 @@ def peak(chunks: int, schedule: str, mode: str) -> int:
 @each_schedule
 @settings(max_examples=max(2, settings.default.max_examples // 10))
 @given(few=st.integers(3, 6), more=st.integers(1, 12))
-def test_what_losses_hold_does_not_grow_with_the_number_of_micro_batches(schedule: str, few: int, more: int) -> None:
-    """Where the last stage is checkpointed the loss is computed when it is recomputed."""
+def test_loss_memory_does_not_grow_with_chunks(schedule: str, few: int, more: int) -> None:
+    """If the last stage is checkpointed, the loss is computed in its recomputation."""
     grown = peak(few + more, schedule, "always") - peak(few, schedule, "always")
     assert grown < 4096 * more
 
 
 @each_schedule
-def test_hooks_inside_layers_see_the_gradient_of_the_sum(schedule: str) -> None:
-    """With a count; those of parameters see the gradient of the mean."""
+def test_hooks_inside_layers_see_gradient_of_sum(schedule: str) -> None:
+    """Hooks of parameters, with a count, see the gradient of the mean."""
     inside, own = list[Tensor](), list[Tensor]()
 
     def act(x: Tensor) -> Tensor:
@@ -340,7 +340,7 @@ def test_hooks_inside_layers_see_the_gradient_of_the_sum(schedule: str) -> None:
         torch.testing.assert_close(own, [expected])
 
 
-def mean(output: Tensor) -> Tensor:
+def mean_square(output: Tensor) -> Tensor:
     return output.square().mean()
 
 
@@ -349,15 +349,15 @@ def summed(output: Tensor) -> LossSum:
 
 
 RULES: dict[str, dict[str, Any]] = {
-    "whole": {"loss_fn": mean},
-    "mean": {"loss_fn": mean, "reduction": "mean"},
+    "whole": {"loss_fn": mean_square},
+    "mean": {"loss_fn": mean_square, "reduction": "mean"},
     "sum": {"loss_fn": lambda output: output.square().sum(), "reduction": "sum", "normalizer": 24},
     "counted": {"loss_fn": summed},
 }
 
 
 class Experts(nn.Linear):
-    """Has a loss of its own, which its backward adds, or which it returns with an entry for each row."""
+    """A layer with its own loss, which its backward adds, or which it returns with one entry per row."""
 
     how = "none"
 
@@ -370,7 +370,7 @@ class Experts(nn.Linear):
 
 
 def own_gradient(how: str, chunks: int, rule: str, schedule: str) -> Tensor:
-    """The gradient of the experts in a step, of which the second one counts: by then it is known what is returned."""
+    """Return the gradient of the experts in the second step, when their outputs are known."""
     torch.manual_seed(0)
     experts = Experts(3, 3, dtype=DOUBLE)
     experts.how = how
@@ -393,9 +393,7 @@ def own_gradient(how: str, chunks: int, rule: str, schedule: str) -> Tensor:
 
 @settings(max_examples=settings.default.max_examples // 4)
 @given(st.sampled_from([1, 2, 4]), st.sampled_from(sorted(RULES)), st.sampled_from(["fill_drain", "zero_bubble"]))
-def test_a_loss_of_a_layer_is_averaged_if_it_is_returned_and_added_up_if_a_backward_adds_it(
-    chunks: int, rule: str, schedule: str
-) -> None:
+def test_losses_of_layers_are_averaged_or_summed(chunks: int, rule: str, schedule: str) -> None:
     if rule == "whole" and schedule == "zero_bubble":
         schedule = "fill_drain"  # the other one cannot wait
     without = own_gradient("none", chunks, rule, schedule)

@@ -76,7 +76,7 @@ def test_it_trains_like_the_same_pipe_without(
 @pytest.mark.parametrize("how", ["call", "1f1b", "whole", "zero_bubble"])
 @pytest.mark.parametrize("ties", [False, True])
 def test_the_forward_of_a_model(ties: bool, how: str, mode: str) -> None:
-    """With operations between blocks, and a weight of the first stage that the last one uses."""
+    """There are operations between blocks, and a weight shared by the first and last stages."""
     model = Residuals(*(nn.Linear(3, 3, dtype=DOUBLE) for _ in range(5)))
     if ties:
         model.head.weight = model.embed.weight
@@ -135,7 +135,7 @@ APART = {"rtol": 0.02, "atol": 0.02}
 @pytest.mark.parametrize("how", ["call", "1f1b", "whole", "zero_bubble"])
 @pytest.mark.parametrize("ties", [False, True])
 def test_the_forward_of_a_model_in_another_dtype(ties: bool, how: str) -> None:
-    """Operations between blocks and a loss of all rows have parameters in the dtype of the stages."""
+    """Operations between blocks and a full-batch loss see parameters in the dtype of the stages."""
     model = Residuals(*(nn.Linear(3, 3, dtype=DOUBLE) for _ in range(5)))
     if ties:
         model.head.weight = model.embed.weight
@@ -148,7 +148,7 @@ def test_the_forward_of_a_model_in_another_dtype(ties: bool, how: str) -> None:
 
 
 def stepped(pipe: GPipe, x: Tensor, how: str) -> None:
-    """Compute gradients by a call, by a loss of all rows ("whole"), or under a schedule."""
+    """Compute gradients by a call, by a full-batch loss ("whole"), or under a schedule."""
     if how == "call":
         pipe(x).square().sum().backward()
     else:
@@ -157,8 +157,8 @@ def stepped(pipe: GPipe, x: Tensor, how: str) -> None:
         pipe.step(x, loss_fn=lambda y: y.square().sum(), reduction=reduction, schedule=schedule)
 
 
-def test_a_stage_holds_its_parameters_only_while_it_is_loaded() -> None:
-    """The layers see a copy, whose memory is gone after the step; others see the parameter itself."""
+def test_parameters_are_on_device_only_while_loaded() -> None:
+    """Layers use a copy that is freed after the step. All other code has the parameter itself."""
     seen: list[Tensor] = []
     layers = nn.Sequential(
         *(Layer(lambda s, x: (seen.append(s.w), x * s.w)[1], w=nn.Parameter(rows(3)[0])) for _ in range(4))
@@ -170,12 +170,12 @@ def test_a_stage_holds_its_parameters_only_while_it_is_loaded() -> None:
     for home, guest, layer in zip(homes, seen, layers, strict=True):
         assert layer.w is home
         assert guest is not home
-        assert guest.data_ptr() == home.data_ptr()  # for whoever still refers to it
+        assert guest.data_ptr() == home.data_ptr()  # for code that still refers to it
         assert home.grad is not None
         assert guest.grad is None
 
 
-def test_an_optimizer_and_a_state_dict_need_not_know() -> None:
+def test_optimizer_and_state_dict_work_unchanged() -> None:
     pipe, plain = offloaded(linears(4)), linears(4)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (pipe, plain)]
     for _ in range(3):
@@ -190,7 +190,7 @@ def test_an_optimizer_and_a_state_dict_need_not_know() -> None:
 
 
 @pytest.mark.parametrize("how", ["call", "1f1b"])
-def test_a_parameter_that_a_layer_changes_is_refused_by_name(how: str) -> None:
+def test_layer_modifying_parameter_raises(how: str) -> None:
     def forward(s: Any, x: Tensor) -> Tensor:
         with torch.no_grad():
             s.w.mul_(0.5)
@@ -202,8 +202,8 @@ def test_a_parameter_that_a_layer_changes_is_refused_by_name(how: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_parameter_that_is_changed_before_the_backward_is_refused(mode: str) -> None:
-    """As autograd refuses it in the plain model, whose graph would see the change."""
+def test_parameter_changed_before_backward_raises(mode: str) -> None:
+    """Autograd raises in the plain model, because the graph would see the change."""
     pipe = offloaded(nn.Sequential(*(nn.Sequential(each, nn.Tanh()) for each in linears(4))), checkpoint=mode)
     output = pipe(rows())
     with torch.no_grad():
@@ -215,8 +215,8 @@ def test_a_parameter_that_is_changed_before_the_backward_is_refused(mode: str) -
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_failure_leaves_parameters_where_they_were(mode: str) -> None:
-    """In a layer of a late stage, in its first micro-batch or in a later one, and in a backward."""
+def test_failure_leaves_parameters_on_host(mode: str) -> None:
+    """A layer of a late stage fails in its first or a later micro-batch, or in a backward."""
 
     def fail() -> None:
         raise ValueError("in a backward")
@@ -241,7 +241,7 @@ def test_a_failure_leaves_parameters_where_they_were(mode: str) -> None:
         pipe.close()
 
 
-def test_a_schedule_may_say_itself_when_stages_are_loaded() -> None:
+def test_schedule_may_contain_loads() -> None:
     text = """L0@0 F0@0 F1@0 U0@0 L0@1 F0@1 F1@1 B1@1 B0@1 U0@1 L1@0 B1@0 B0@0 U1@0"""
     pipe, plain = offloaded(linears(2), chunks=2, checkpoint="never"), linears(2)
     schedule = Schedule.parse(text)
@@ -261,7 +261,7 @@ SOURCES: dict[str, Callable[[nn.Module], Any]] = {"a state dict": nn.Module.stat
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_a_model_on_meta_is_loaded_onto_the_host(source: str) -> None:
+def test_meta_model_is_initialized_on_host(source: str) -> None:
     plain = linears(3)
     with torch.device("meta"):
         layers = nn.Sequential(*(nn.Linear(3, 3, dtype=DOUBLE) for _ in range(3)))
@@ -288,13 +288,13 @@ def test_a_parameter_of_another_class_of_tensors() -> None:
 
 
 @pytest.mark.parametrize("value", [None, "yes", 2, torch.int8])
-def test_anything_but_a_flag_or_a_dtype_is_refused(value: Any) -> None:
+def test_offload_must_be_flag_or_dtype(value: Any) -> None:
     with pytest.raises(TypeError, match="offload must be True, False, or the floating-point dtype"):
         GPipe(linears(1), [1], devices=["cpu"], offload=value)
 
 
 class Weight(nn.Module):
-    """Passes on something of its own weight, together with its output."""
+    """Returns something derived from its weight, together with its output."""
 
     def __init__(self, given: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -317,7 +317,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("how", ["call", "1f1b", "looped_bfs"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("view", VIEWS)
-def test_what_a_layer_returns_of_its_weight_outlives_it(view: str, mode: str, how: str) -> None:
+def test_returned_views_of_weight_stay_valid(view: str, mode: str, how: str) -> None:
     layers = nn.Sequential(*(Weight(VIEWS[view]) for _ in range(4)), Call(lambda both: both[0]))
     plain, x = copy.deepcopy(layers), rows(6)
     with closing(offloaded(layers, checkpoint=mode)) as pipe:
@@ -327,7 +327,7 @@ def test_what_a_layer_returns_of_its_weight_outlives_it(view: str, mode: str, ho
 
 
 class Latent(nn.Module):
-    """Uses a view of its own parameter, and outputs of blocks that are views, between later blocks."""
+    """Uses a view of its parameter, and outputs of blocks that are views, between later blocks."""
 
     def __init__(self, keeps: bool) -> None:
         super().__init__()
@@ -363,8 +363,8 @@ def test_views_between_blocks_outlive_their_parameters(mode: str, how: str) -> N
         assert_same(model, plain)
 
 
-def test_what_layers_keep_of_their_weights_does_not_crash(caplog: pytest.LogCaptureFixture) -> None:
-    """The weight itself is the parameter after the step; of a view, a warning says that it is no more."""
+def test_stored_views_of_weights_do_not_crash(caplog: pytest.LogCaptureFixture) -> None:
+    """The weight itself becomes the parameter after the step. For a view, a warning says that it is freed."""
 
     def forward(s: Any, x: Tensor) -> Tensor:
         s.seen[:] = [s.m[0].weight, s.m[0].weight.t()[1:]]
@@ -385,7 +385,7 @@ def test_what_layers_keep_of_their_weights_does_not_crash(caplog: pytest.LogCapt
 @pytest.mark.parametrize("how", ["call", "1f1b", "zero_bubble"])
 @pytest.mark.parametrize("mode", MODES)
 def test_the_weight_of_another_stage_is_refused(mode: str, how: str) -> None:
-    """A stage computes with its own parameters alone; those in a list are not its own."""
+    """A stage may use only its own parameters; the ones in a list are not registered."""
     layers = linears(5)
     first = [layers[0]]
     layers[3] = Layer(lambda s, x: s.m[0](x) @ first[0].weight, layers[3])
@@ -466,7 +466,7 @@ def test_evaluation_first(context: Any) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("how", ["call", "1f1b", "looped_bfs", "zero_bubble"])
 def test_on_a_gpu(how: str, mode: str) -> None:
-    """With updates between steps, and no more than two stages on the device."""
+    """Parameters are updated between steps, and at most two stages are on the device."""
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512, dtype=DOUBLE), nn.Tanh()) for _ in range(8)))
     plain, x = copy.deepcopy(layers), torch.randn(32, 512, dtype=DOUBLE)

@@ -28,7 +28,7 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
 
 
 def limited(limit: int, phase: str = "forward", error: str = "cuda") -> nn.Module:
-    """With memory for so many rows only, in one phase."""
+    """Return a layer that runs out of memory in one phase if it has more than ``limit`` rows."""
     return Failing(lambda now, x: ERRORS[error]() if now == phase and len(x) > limit else None)
 
 
@@ -44,7 +44,7 @@ def advice(error: BaseException) -> list[str]:
      ("recompute", "always")],
 )  # fmt: skip
 @pytest.mark.parametrize("inline", [False, True], ids=["threads", "inline"])
-def test_the_error_says_what_to_do_and_more_chunks_then_fit(schedule: str, phase: str, mode: str, inline: bool):
+def test_oom_error_suggests_more_chunks(schedule: str, phase: str, mode: str, inline: bool):
     devices = [f"cpu:{j}" for j in v_placement(4)] if schedule in V_SHAPED else ["cpu"] * 4
     plain = nn.Sequential(*linears(3), nn.Identity(), *linears(1))
     layers = copy.deepcopy(plain)

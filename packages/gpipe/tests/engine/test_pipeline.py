@@ -1,4 +1,4 @@
-"""A pipeline by itself: micro-batches in, micro-batches out, each as its partitions in a row would have made it."""
+"""The bare pipeline returns the micro-batches that its partitions compute sequentially."""
 
 import copy
 from collections.abc import Callable
@@ -55,8 +55,8 @@ def problems(draw: st.DrawFn) -> Problem:
 
 @each_way
 @given(problem=problems(), runs=st.integers(1, 2), own_options=st.booleans())
-def test_each_micro_batch_goes_through_all_partitions(way: Way, problem: Problem, runs: int, own_options: bool) -> None:
-    """What :meth:`run` leaves may be run again."""
+def test_micro_batches_pass_through_all_partitions(way: Way, problem: Problem, runs: int, own_options: bool) -> None:
+    """The results of :meth:`run` may be run again."""
     plain, layers = nn.Sequential(*problem.layers), copy.deepcopy(problem.layers)
     partitions, options = problem.partitions(layers), {}
     if own_options:
@@ -85,8 +85,8 @@ def test_each_micro_batch_goes_through_all_partitions(way: Way, problem: Problem
 
 @each_way
 @pytest.mark.parametrize("which", [[0], [1], [2], [0, 2], [0, 1, 2]])
-def test_a_failure_leaves_the_micro_batches_as_they_were(which: list[int], way: Way) -> None:
-    """Of several the earliest is raised, with the micro-batch and the partition in a note; a second run is whole."""
+def test_failure_leaves_micro_batches_unchanged(which: list[int], way: Way) -> None:
+    """The earliest failure is raised, with a note on micro-batch and partition. A second run is complete."""
     failing = set(which)
 
     def layer(x: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ def test_a_failure_leaves_the_micro_batches_as_they_were(which: list[int], way: 
     torch.testing.assert_close([batch.tensor for batch in batches], inputs)
 
 
-def test_only_the_first_micro_batch_is_cloned_for_layers_that_may_work_in_place():
+def test_only_first_micro_batch_is_cloned():
     x, seen = rows(), list[int]()
     note = Layer(lambda s, x: (seen.append(x.untyped_storage().data_ptr()), s.m[0](x))[1], linears(1))
     piped(nn.Sequential(note), [1], chunks=3, checkpoint="never")(x)

@@ -1,4 +1,4 @@
-"""Layers go to their devices all together or not at all, and only the pipe moves them."""
+"""Either all layers are moved to their devices, or none, and only the pipe can move them."""
 
 import copy
 from collections.abc import Callable
@@ -27,8 +27,8 @@ def blocks(count: int) -> nn.Sequential:
 
 
 @given(st.integers(0, 3), st.booleans(), st.booleans())
-def test_where_a_device_fails_nothing_has_moved(failing: int, deferred: bool, trained: bool) -> None:
-    """To leave their device at all, layers go to 'meta' here, which every build of torch has."""
+def test_failing_device_moves_nothing(failing: int, deferred: bool, trained: bool) -> None:
+    """Layers are moved to 'meta', which every build of torch has, because they must leave their device."""
     model = blocks(4)
     if trained:
         model(torch.randn(4, 3)).sum().backward()
@@ -83,7 +83,7 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @pytest.mark.parametrize("name", MOVES)
-def test_a_move_is_denied_and_nothing_of_the_pipe_has_moved(name: str) -> None:
+def test_moving_a_pipe_raises_and_moves_nothing(name: str) -> None:
     pipe = piped(linears(), [1, 2], chunks=2)
     before = state(pipe)
     with pytest.raises(TypeError, match=r"denied to move parameters and buffers by 'cpu' to 'meta'.*devices="):

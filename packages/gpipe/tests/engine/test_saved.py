@@ -1,4 +1,4 @@
-"""With ``checkpoint="offload"`` a pipe computes what it does with ``"never"``.
+"""A pipe with ``checkpoint="offload"`` has the same results as one with ``"never"``.
 
 More is in tests of all modes, and in tests/simulated/test_saved.py.
 """
@@ -52,7 +52,7 @@ each_how = pytest.mark.parametrize("how", HOWS)
 
 @pytest.fixture
 def moved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The bytes of each storage that goes to the host."""
+    """Record the bytes of every storage that is offloaded."""
     found, leave = list[int](), _saved._Storage.__init__
 
     def watched(self: Any, host: Tensor) -> None:
@@ -71,7 +71,7 @@ def offloading(layers: nn.Module, stages: int | None = None, mode: Any = "offloa
 
 @given(combinations)
 def test_any_layers_train_as_without(case: Combination) -> None:
-    """Bit for bit, also what layers keep and draw; or both refuse."""
+    """Results are equal bit for bit, with state and random numbers; or both raise."""
     never, offload = (outcomes(replace(case, modes=(mode,))) for mode in ("never", "offload"))
     for a, b in zip(never, offload, strict=False):
         if isinstance(b, RuntimeError) and "saved tensor hooks" in str(b):
@@ -85,7 +85,7 @@ def test_any_layers_train_as_without(case: Combination) -> None:
 
 
 def outcomes(case: Combination) -> list[Any]:
-    """What can be seen after each step, or the error that ends them."""
+    """Return the observable result of each step, or the error that ends them."""
     found: list[Any] = []
     try:
         with closing(case.pipe(case.model())) as pipe:
@@ -134,12 +134,12 @@ def test_modes_of_stages_and_parameters_on_the_host(
 
 @each_how
 def test_what_is_saved_travels_and_the_rest_stays(how: str | None, moved: list[int]) -> None:
-    """Not the weight, its view, a buffer, the input or the output; one copy of a storage that several views share."""
+    """The weight, its view, a buffer, the input and the output stay. A storage with several views is copied once."""
     threads: list[str] = []
 
     def forward(s: Any, x: Tensor) -> Tensor:
         threads.append(current_thread().name)
-        wide = torch.cat([x, x, x], 1)  # one storage, of which three views are saved
+        wide = torch.cat([x, x, x], 1)  # one storage; three views of it are saved
         a, b, c = wide.chunk(3, 1)
         return ((a * b * c) @ s.m[0].weight) * s.scale + s.m[0](x)
 
@@ -164,7 +164,7 @@ def test_small_tensors_stay(moved: list[int], monkeypatch: pytest.MonkeyPatch) -
     assert moved == []
 
 
-def test_the_last_stage_of_1f1b_keeps_what_it_needs_next(moved: list[int]) -> None:
+def test_last_stage_of_1f1b_does_not_offload(moved: list[int]) -> None:
     layers = nn.Sequential(*linears(1), nn.Sequential(linear(), nn.Tanh(), linear()))
     with closing(offloading(layers, mode=["never", "offload"])) as pipe, gpipe.record() as timeline:
         trained(pipe, rows(8), "1f1b")
@@ -173,7 +173,7 @@ def test_the_last_stage_of_1f1b_keeps_what_it_needs_next(moved: list[int]) -> No
 
 
 def test_a_recording_counts_what_is_on_the_device() -> None:
-    """Not the copies on the host."""
+    """Copies on the host are not counted."""
     layers, peaks = nn.Sequential(*(nn.Sequential(*[Call(torch.exp)] * 8) for _ in range(2))), {}
     for mode in ("never", "always", "offload"):
         pipe = offloading(layers, mode=mode, chunks=10)
@@ -186,7 +186,7 @@ def test_a_recording_counts_what_is_on_the_device() -> None:
 @each_how
 @pytest.mark.parametrize("inline", [False, True])
 def test_what_a_model_saves_travels(how: str | None, inline: bool, moved: list[int]) -> None:
-    """With operations between blocks, and a weight that two stages use."""
+    """There are operations between blocks, and a weight used by two stages."""
     model = Residuals(*(nn.Sequential(linear(), nn.Tanh(), linear()) for _ in range(5)))
     model.head.weight = model.embed.weight
     plain, x = copy.deepcopy(model), rows(8).requires_grad_()
@@ -211,7 +211,7 @@ def test_skips_and_tied_weights(how: str | None) -> None:
 
 @each_how
 def test_a_change_after_saving_is_noticed(how: str | None) -> None:
-    """As autograd does, in the forward itself and in a later one, when the tensor is on the host already."""
+    """It raises like autograd, in the forward itself and later, after the tensor was offloaded."""
 
     def at_once(x: Tensor) -> Tensor:
         y = x.exp()
@@ -236,7 +236,7 @@ def test_a_change_after_saving_is_noticed(how: str | None) -> None:
 
 
 def test_a_change_of_a_fetched_tensor_is_noticed() -> None:
-    """A function that works on what it has saved, and another one that has saved the same."""
+    """A function modifies its saved tensor, which a different function has also saved."""
     layers = nn.Sequential(*linears(1), nn.Sequential(Call(lambda x: (x * 1).exp()), Call(Spoils.apply)), *linears(1))
     with closing(offloading(layers)) as pipe, pytest.raises(RuntimeError, match="modified by an inplace operation"):
         trained(pipe, rows(8), "fill_drain")
@@ -286,7 +286,7 @@ def test_a_failure_leaves_nothing(how: str | None) -> None:
     pipe.close()
 
 
-def test_the_memory_of_the_host_goes_with_the_graph() -> None:
+def test_host_memory_is_freed_with_the_graph() -> None:
     hosts: list[weakref.ref[Any]] = []
 
     class Watched(_saved._Storage):
@@ -366,8 +366,8 @@ class Kind(Tensor):
 
 
 @each_how
-def test_a_saved_tensor_of_a_subclass_is_refused_by_name(how: str | None) -> None:
-    """Torch's hooks would lose its class; a function would get another tensor than it has saved."""
+def test_saved_tensor_of_subclass_raises(how: str | None) -> None:
+    """torch's hooks would drop the class, and a function would unpack a different tensor than it saved."""
     layers = linears(3)
     layers[0].weight = nn.Parameter(layers[0].weight.detach().as_subclass(Kind))
     with closing(offloading(layers)) as pipe, pytest.raises(RuntimeError, match="saves a tensor of class Kind"):
@@ -444,7 +444,7 @@ def test_a_compiled_layer(backend: str) -> None:
     torch.testing.assert_close([p.grad for p in layers.parameters()], [p.grad for p in plain.parameters()])
 
 
-def test_torch_func_in_a_layer_is_refused_with_a_remedy() -> None:
+def test_torch_func_in_layer_raises_with_remedy() -> None:
     layers = nn.Sequential(make("func_inside"), make("tanh"))
     with closing(offloading(layers)) as pipe, pytest.raises(RuntimeError, match="saved tensor hooks") as caught:
         trained(pipe, rows(8, WIDTH), "1f1b")

@@ -1,4 +1,4 @@
-"""What gradients are scaled by: from counts on a device, without reading them, it is what it is from numbers."""
+"""Scaling of gradients: counts on a device have the same effect as numbers, without being read."""
 
 from itertools import cycle
 from typing import Any
@@ -18,7 +18,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.com
 
 @pytest.fixture
 def device_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every tensor counts as one on a device, which nobody may read."""
+    """Treat every tensor as a count on a device, and make reading it fail."""
     monkeypatch.setattr(_scale, "_is_elsewhere", lambda count: isinstance(count, Tensor))
     for name in ("__float__", "__bool__", "item", "tolist"):
         monkeypatch.setattr(Tensor, name, read)
@@ -29,10 +29,10 @@ def read(self: Tensor) -> Any:
 
 
 @given(st.sampled_from(DTYPES), st.sampled_from([(), (1,), (3, 2)]), st.floats(1e-3, 1e3), st.booleans())
-def test_a_factor_on_a_device_multiplies_as_a_number_does(
+def test_device_factor_multiplies_like_a_number(
     dtype: torch.dtype, shape: tuple[int, ...], factor: float, in_place: bool
 ) -> None:
-    """Property: the same numbers in the same dtype, also where that has few digits or the gradient no dimensions."""
+    """Property: results are equal in value and dtype, including low precision and 0-dim gradients."""
     gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     multiply = scale_in_place if in_place else scaled
     expected = multiply(gradient.clone(), factor)

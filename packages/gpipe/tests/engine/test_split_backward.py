@@ -17,7 +17,7 @@ from ..layers import DOUBLE, Layer, assert_same, gradients, linears, piped, rows
 
 
 class Square(torch.autograd.Function):
-    """Of input and weight, both in one backward."""
+    """A function of input and weight, with a single backward for both."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def residual() -> nn.Module:
 
 
 def chunks(s: Layer, x: Tensor) -> Tensor:
-    """A node with several outputs, one of which is not used."""
+    """A node with several outputs, one of them unused."""
     a, _, c = s.m[0](x).chunk(3, -1)
     return a * c.sigmoid()
 
@@ -65,7 +65,7 @@ def conv() -> nn.Module:
     return nn.Sequential(nn.Conv1d(4, 4, 3, padding=1), nn.BatchNorm1d(4), nn.ReLU(inplace=True))
 
 
-# Others are those of random models: see test_split_backward_and_recomputation_are_exact.
+# More layers are in random models: see test_split_backward_and_recomputation_are_exact.
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "conv, batch norm, relu in place": conv,
     "residual layer norm": residual,
@@ -88,7 +88,7 @@ WHOLE = {
     *("shared weights", "custom function", "custom functions of one side", "gru", "hook on the way"),
     *("group norm", "group norm, channels last", "checkpointed"),
 }
-"""Those whose backward cannot be split."""
+"""Layers whose backward cannot be split."""
 
 
 def model_of(names: list[str]) -> nn.Sequential:
@@ -101,7 +101,7 @@ def sample(count: int = 6) -> Tensor:
 
 
 def trained(model: nn.Sequential, balance: list[int], schedule: str, mode: str, grad: bool) -> dict[str, Any]:
-    """What two steps leave behind."""
+    """Return the results of two steps."""
     pipe = piped(model, balance, chunks=3, checkpoint=mode)
     x = sample().requires_grad_(grad)
     with gpipe.inline():
@@ -150,8 +150,8 @@ def test_deep_graphs():
     torch.testing.assert_close(layer.bias.grad, torch.full((3,), 6.0, dtype=DOUBLE))
 
 
-def test_the_stage_before_may_overwrite_the_gradient_that_it_gets() -> None:
-    """The weights of this stage may still wait for the same gradient."""
+def test_previous_stage_may_overwrite_its_gradient() -> None:
+    """The weight gradients of this stage may still need the same tensor."""
     x, weight = torch.ones(4, requires_grad=True), nn.Parameter(torch.ones(4))
     y = x + weight
     parts = backward_inputs([y], [torch.ones(4)], [x])

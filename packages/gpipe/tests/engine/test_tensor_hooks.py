@@ -65,7 +65,7 @@ def hooked(layers: list[tuple[str, str, int]], heard: Heard) -> nn.Sequential:
     torch.manual_seed(0)
     made = []
     for k, (place, kind, start) in enumerate(layers):
-        scale = nn.Parameter(torch.rand(3, dtype=DOUBLE))  # one of its own, or no backward could be split
+        scale = nn.Parameter(torch.rand(3, dtype=DOUBLE))  # a separate one, or no backward could be split
         linear = nn.Linear(3, 3, dtype=DOUBLE)
         made.append(Layer(hook_from, linear, scale=scale, k=k, place=place, kind=kind, start=start, heard=heard))
     return nn.Sequential(*made)
@@ -76,7 +76,7 @@ def numbered_rows(first: int) -> Tensor:
 
 
 def in_order(heard: Heard) -> list[tuple[int, Any]]:
-    # A retained gradient is looked at in the end; a graph that was only recomputed has none.
+    # Retained gradients are read at the end. A graph that was only recomputed has none.
     found = [(k, each.grad if each.grad_fn is not None else each) for k, each in heard]
     return sorted([(k, each.tolist()) for k, each in found if each is not None])
 
@@ -92,7 +92,7 @@ def in_order(heard: Heard) -> list[tuple[int, Any]]:
     st.sampled_from([None, "zero_bubble", *ALONE]),
     st.booleans(),
 )  # fmt: skip
-def test_as_often_and_with_the_same_as_in_the_plain_loop(
+def test_tensor_hooks_fire_like_in_plain_loop(
     layers: list[tuple[str, str, int]], stages: int, chunks: int, mode: str, schedule: str | None, inline: bool
 ):
     heard: tuple[Heard, Heard] = [], []
@@ -127,9 +127,7 @@ def hooks_weight(s: Layer, x: Tensor) -> Tensor:
     st.sampled_from(MODES),
     st.sampled_from([None, "1f1b", "zero_bubble"]),
 )
-def test_hooks_that_a_forward_leaves_on_parameters_are_refused(
-    register: str, tidy: bool, mode: str, way: str | None
-) -> None:
+def test_hooks_left_on_parameters_by_forward_raise(register: str, tidy: bool, mode: str, way: str | None) -> None:
     layers = [*linears(1), Layer(hooks_weight, *linears(1), register=register, tidy=tidy), *linears(1)]
     pipe = piped(nn.Sequential(*layers), [1, 2], chunks=3, checkpoint=mode)
     refused = pytest.raises(RuntimeError, match="a layer registered a hook on a parameter")

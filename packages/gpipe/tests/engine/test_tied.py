@@ -34,7 +34,7 @@ HOWS = (None, "1f1b", "fill_drain", "interleaved", "zero_bubble", "auto", "searc
 
 
 class Tie(NamedTuple):
-    """What a layer shares with an earlier one."""
+    """The tensor that a layer shares with an earlier one."""
 
     what: str
     earlier: int
@@ -53,7 +53,7 @@ class Case(NamedTuple):
     chunks: int
     inline: bool
     watched: str | None = None
-    """What is told of the gradient of the first weight, as often as in the plain model: by hooks, or by its node."""
+    """Observers of the first weight's gradient, hooks or its node: they are called like in the plain model."""
     offload: bool = False
 
 
@@ -96,7 +96,7 @@ def model(ties: tuple[Tie | None, ...], *, frozen: bool = False) -> nn.Sequentia
 
 
 def two_steps(module: nn.Module, how: str | None, watched: str | None) -> list[Any]:
-    """Losses and gradients before and after the optimizer's first step, and what was seen of them."""
+    """Return losses and gradients before and after the first update, and observed gradients."""
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     found: list[Any] = []
     weight, node = module[0][0].weight, None
@@ -111,7 +111,7 @@ def two_steps(module: nn.Module, how: str | None, watched: str | None) -> list[A
         loss, _ = trained(module, rows(), how)
         found += [loss, [p.grad if p.grad is None else p.grad.clone() for p in module.parameters()]]
         optimizer.step()
-    del node  # somebody keeps it until the end
+    del node  # held until the end
     return found
 
 
@@ -132,7 +132,7 @@ def run(case: Case) -> list[Any]:
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Inside, stages copy what they share as if each was on another device."""
+    """Make stages copy shared tensors, like stages on different devices."""
     real = _tied.copy_of
 
     def copy_of(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -148,7 +148,7 @@ def apart() -> Iterator[None]:
 @given(cases())
 @example(Case((None, Tie("linear", 0)), False, [1, 1], 2, False, "1f1b", "always", 3, False))
 @example(Case((None, Tie("weight", 0), Tie("bias", 0)), True, [1, 1, 1], 3, True, "zero_bubble", "never", 2, False))
-def test_it_trains_like_the_plain_model_and_every_run_gives_the_same_bits(case: Case) -> None:
+def test_training_matches_plain_model_and_is_deterministic(case: Case) -> None:
     expected, first = two_steps(model(case.ties, frozen=case.frozen), None, case.watched), run(case)
     torch.testing.assert_close(first, expected, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(run(case._replace(inline=not case.inline)), first, rtol=0, atol=0)
@@ -161,7 +161,7 @@ TIED = (None, Tie("weight", 0), Tie("linear", 0))
 
 
 def pipe_of(layers: nn.Sequential, **options: Any) -> GPipe:
-    """Each layer on a stage of its own."""
+    """Return a pipe with one stage per layer."""
     return GPipe(layers, [1] * len(layers), devices=["cpu"] * len(layers), chunks=3, **options)
 
 
@@ -199,7 +199,7 @@ def test_a_table_for_words_and_for_logits(place: Any, way: Any, how: str | None)
 
 
 def counting(change: Callable[[Any], Any], total: float = 0.0, dtype: torch.dtype = DOUBLE) -> nn.Module:
-    """Has a buffer that it may change."""
+    """Has a buffer that it may modify."""
 
     def forward(s: Layer, x: Tensor) -> Tensor:
         change(s)
@@ -253,7 +253,7 @@ class Gain(nn.Parameter):
 
 @hows
 @pytest.mark.parametrize("kind", [nn.Parameter, Gain])
-def test_layers_may_read_the_class_and_attributes_of_what_is_shared(kind: type[nn.Parameter], how: str | None) -> None:
+def test_shared_tensors_keep_class_and_attributes(kind: type[nn.Parameter], how: str | None) -> None:
     def built() -> nn.Sequential:
         weight = kind(rows(3))
         weight.gain = 3.0
@@ -312,7 +312,7 @@ def test_recurrent_layers_of_two_partitions_tie_their_weights(kind: type[nn.RNNB
     a, b = kind(3, 3, batch_first=True, dtype=DOUBLE), kind(3, 3, batch_first=True, dtype=DOUBLE)
     for name, _ in a.named_parameters():
         setattr(b, name, getattr(a, name))
-    # One partition may hold it twice; two are refused, whatever is around it.
+    # A partition may contain it twice. Two partitions raise, whatever module is around it.
     with pytest.raises(ValueError, match=r"^'1\.0' of partition 1 is also '0\.0' of partition 0, but .*weight_ih_l0"):
         pipe_of(layers(a, a))
     x = rows(24).view(6, 4, 3)
@@ -330,7 +330,7 @@ def views() -> nn.Sequential:
     return layers
 
 
-def test_views_train_on_one_device_and_are_refused_on_several() -> None:
+def test_views_raise_on_several_devices() -> None:
     pipe, plain = pipe_of(views()), views()
     for module in (pipe, plain):
         trained(module, rows())
@@ -347,8 +347,8 @@ def test_views_train_on_one_device_and_are_refused_on_several() -> None:
     ("schedule", "reduction"), [("1f1b", "mean"), ("zero_bubble", "mean"), (None, None), ("fill_drain", None)]
 )
 @pytest.mark.parametrize("known", [True, False])
-def test_a_loss_over_parameters_that_partitions_share(schedule: str | None, reduction: str | None, known: bool) -> None:
-    """In a step it finds copies too, and would count them; in evaluation there are none on the same device."""
+def test_loss_over_shared_parameters(schedule: str | None, reduction: str | None, known: bool) -> None:
+    """A step would count copies as well. In evaluation there are none on the same device."""
     model = nn.Sequential(*linears(2))
     model[1].weight = model[0].weight
     pipe = GPipe(model, [1, 1], devices=["cpu"] * 2, chunks=2)

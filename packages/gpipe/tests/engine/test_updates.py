@@ -1,4 +1,4 @@
-"""Parameters that are updated during a step are those that are updated after it, bit for bit."""
+"""Updating parameters during a step gives bitwise the same results as updating them after it."""
 
 from collections.abc import Callable
 from contextlib import closing, nullcontext
@@ -73,7 +73,7 @@ def updated(layers: nn.Sequential, how: str, optimizer: str, during: bool, **opt
 def test_they_are_updated_as_after_the_step(
     ties: list[str | None], how: str, optimizer: str, mode: str, frozen: bool, inline: bool
 ) -> None:
-    """Also those that stages share, which are complete when the last of these stages is."""
+    """Shared parameters are updated as well, once the last of their stages is finished."""
     shared = tuple(None if tie is None else Tie(tie, 0) for tie in [None, *ties])
     found = []
     for during in (False, True):
@@ -85,7 +85,7 @@ def test_they_are_updated_as_after_the_step(
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
-def test_parameters_that_the_loss_uses_too_and_others_of_the_optimizer() -> None:
+def test_parameters_of_loss_are_updated_at_end() -> None:
     """Their gradients are complete at the end of the step."""
     found = []
     for during in (False, True):
@@ -132,7 +132,7 @@ def test_an_update_begins_while_earlier_stages_compute() -> None:
     pipe.close()
 
 
-def test_a_failure_says_what_was_updated_and_gives_gradients_back() -> None:
+def test_failure_reports_updates_and_restores_gradients() -> None:
     def fail() -> None:
         assert fails is False, "in a backward"
 

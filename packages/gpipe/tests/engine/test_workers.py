@@ -1,4 +1,4 @@
-"""The threads of a pipe: kept between runs, gone with the pipe, and nobody else's business."""
+"""The threads of a pipe: reused between runs, stopped with the pipe, and private to it."""
 
 import gc
 import os
@@ -20,7 +20,7 @@ from ..layers import DOUBLE, Call, assert_trains_like, linears, on_backward, pip
 
 @pytest.fixture
 def born() -> Callable[[], set[threading.Thread]]:
-    """Which threads live now that did not when the test began."""
+    """Return a function that returns the threads started since the test began."""
     gc.collect()
     before = set(threading.enumerate())
     return lambda: set(threading.enumerate()) - before
@@ -46,7 +46,7 @@ def spied(stages: int, **options: Any) -> tuple[GPipe, list[list[threading.Threa
     return pipe, list(threads)
 
 
-def test_every_stage_has_one_of_its_own_forwards_and_backwards_and_in_every_run() -> None:
+def test_each_stage_has_one_thread() -> None:
     pipe, threads = spied(3, chunks=2)
     for _ in range(3):
         pipe(rows(grad=True)).sum().backward()
@@ -54,7 +54,7 @@ def test_every_stage_has_one_of_its_own_forwards_and_backwards_and_in_every_run(
     assert len({each[0] for each in threads} | {threading.current_thread()}) == 4
 
 
-def test_they_keep_the_handling_of_denormal_numbers_that_they_were_started_with() -> None:
+def test_workers_keep_their_denormal_mode() -> None:
     tiny = torch.full((1, 1), 1e-310, dtype=DOUBLE)
     pipe = GPipe(nn.Sequential(Call(lambda x: x * 0.5), nn.Identity()), [1, 1], devices=["cpu"] * 2)
 
@@ -74,7 +74,7 @@ def test_they_keep_the_handling_of_denormal_numbers_that_they_were_started_with(
         pipe.close()
 
 
-def test_close_ends_threads_and_the_next_run_starts_new_ones(born: Callable[[], set[threading.Thread]]) -> None:
+def test_close_ends_threads_until_next_run(born: Callable[[], set[threading.Thread]]) -> None:
     pipe = piped(linears(), [1, 2], chunks=2)
     pipe.close()  # before any run: nothing to do
     for _ in range(3):
@@ -100,7 +100,7 @@ def test_workers_end_even_if_the_second_stop_is_interrupted(born: Callable[[], s
     assert not born()
 
 
-def test_a_run_that_outlives_its_pipe_goes_backward_all_the_same(born: Callable[[], set[threading.Thread]]) -> None:
+def test_run_may_outlive_its_pipe(born: Callable[[], set[threading.Thread]]) -> None:
     pipe = piped(linears(), [1, 2], chunks=2)
     weight = pipe[0].weight
     output = pipe(rows())
@@ -117,9 +117,7 @@ def test_a_run_that_outlives_its_pipe_goes_backward_all_the_same(born: Callable[
 
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("balance", [[2, 1], [1, 2]], ids=["the last worker", "a worker that others wait for"])
-def test_a_pipe_may_become_garbage_on_its_own_worker(
-    balance: list[int], born: Callable[[], set[threading.Thread]]
-) -> None:
+def test_pipe_may_be_collected_on_its_worker(balance: list[int], born: Callable[[], set[threading.Thread]]) -> None:
     def train() -> None:
         collecting = Call(lambda x: on_backward(x, gc.collect))
         model = nn.Sequential(*linears(1), collecting, *linears(1))
@@ -145,7 +143,7 @@ def test_inline_everything_happens_on_this_thread(born: Callable[[], set[threadi
     assert not born()
 
 
-def test_a_backward_follows_its_forward_and_not_the_moment() -> None:
+def test_backward_runs_like_its_forward() -> None:
     pipe, (threads,) = spied(1, checkpoint="never")
     with inline():
         here = pipe(rows(grad=True))
@@ -179,7 +177,7 @@ def test_workers_divide_the_threads_of_the_caller(threads: int, stages: int, sha
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="torch runs no backward in a child after one with a GPU's threads"
 )
-def test_after_a_fork_the_child_has_threads_of_its_own() -> None:
+def test_forked_child_starts_its_own_threads() -> None:
     pipe = piped(linears(), [1, 2], chunks=2)
     pipe(rows()).sum().backward()
 

@@ -1,4 +1,4 @@
-"""Random models with a forward of their own: statements over blocks, modules, parameters and all that was computed."""
+"""Random models with their own forward: statements over blocks, modules, parameters and previous results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS = ("tensor", "tanh", "gelu", "tuple", "dict", "counting", "in place", "fro
 
 
 class Statement(NamedTuple):
-    """Adds a tensor to those that are there, made of two of them."""
+    """A statement that computes a new tensor from two of the previous ones."""
 
     name: str
     a: int
@@ -38,7 +38,7 @@ class Call(NamedTuple):
 
 @dataclass
 class Output:
-    """As what models of Hugging Face return."""
+    """An output in the style of Hugging Face models."""
 
     loss: Any
     logits: Any
@@ -46,12 +46,12 @@ class Output:
 
 @dataclass(frozen=True)
 class Told:
-    """A model, as it is told.
+    """A model described by its statements.
 
     Attributes:
-        statements: what its forward does; one with the name of a list calls the next block of that.
-        kinds: those of the blocks, in turn.
-        last: which tensor is returned beside the output of the head.
+        statements: the statements of its forward; the name of a list calls the next block of that list.
+        kinds: the kinds of the blocks, repeated.
+        last: the index of the tensor returned with the output of the head.
         returns: the kind of the output.
         frozen: the numbers of parameters that need no gradient.
         tied: whether the first and the last block share their weight.
@@ -65,7 +65,7 @@ class Told:
     tied: bool = False
 
     def model(self) -> Model:
-        """The same in every call."""
+        """Return a model that is the same in every call."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return Model(self).double()
@@ -111,7 +111,7 @@ def main_of(value: Any) -> Tensor:
 
 
 class Model(nn.Module):
-    """A model whose forward is ``told``."""
+    """A model with the forward described by ``told``."""
 
     def __init__(self, told: Told) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ NEAR = st.integers(-3, -1) | st.integers(0, 9)
 
 @st.composite
 def models(draw: st.DrawFn, *, least: int = 2, in_place: bool = True, without: tuple[str, ...] = ()) -> Told:
-    """Some model with so many blocks, or more, ``without`` some statements."""
+    """Draw a model with at least ``least`` blocks, ``without`` some statements."""
     left_out = (*without, *(() if in_place else IN_PLACE))
     names = [name for name in (*LISTS, "again", *STATEMENTS) if name not in left_out]
     statements = st.builds(Statement, st.sampled_from(LISTS) | st.sampled_from(names), NEAR, NEAR)

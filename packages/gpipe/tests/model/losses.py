@@ -1,4 +1,4 @@
-"""What tests of losses that models compute themselves share: labels, a pipe and its plain model, comparisons."""
+"""Helpers for losses computed by models: labels, a pipe and its plain model, comparisons."""
 
 import copy
 from collections.abc import Callable
@@ -16,9 +16,9 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def labelled(count: int, length: int, kept: int, sure: int) -> dict[str, Tensor]:
-    """``kept`` labels of the first row count, fewer of each other row, and none at all in some.
+    """Return labels. ``kept`` of the first row are counted, fewer in each further row, and none in some.
 
-    The first ``sure`` always count, or the plain model has no loss.
+    The first ``sure`` are always counted, as the plain model would have no loss without any.
     """
     generator = torch.Generator().manual_seed(count)
     found = torch.randint(CLASSES, (2, count, length), generator=generator)

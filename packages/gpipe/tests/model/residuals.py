@@ -1,4 +1,4 @@
-"""A small model with a forward of its own, and what tests do with it."""
+"""A small model with its own forward, and helpers to run it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ..layers import DOUBLE, Layer
 
 
 class Residuals(nn.Module):
-    """Adds what each of its blocks makes of the sum, between functions of its own.
+    """A residual network of blocks, with callbacks between them.
 
     Attributes:
-        between: called before each block with its number and the sum; what it returns goes on, unless that is None.
+        between: called with the index of each block and its input, which is replaced by the result, unless it is None.
         end: called with the output.
     """
 
@@ -56,7 +56,7 @@ def residuals(blocks: int = 4) -> Residuals:
 
 
 def of_function(function: Callable[..., Tensor], blocks: int = 4) -> Residuals:
-    """Each block calls ``function`` with itself and the sum; ``block.m[0]`` is linear, ``block.k`` its number."""
+    """Return a model whose blocks call ``function`` with themselves and the sum; ``block.k`` is the block's index."""
     return Residuals(*(Layer(function, nn.Linear(3, 3), k=k) for k in range(blocks)))
 
 
@@ -69,7 +69,7 @@ def forward_threads() -> set[threading.Thread]:
 
 
 def is_first() -> bool:
-    """Whether this is no recomputation."""
+    """Return whether this is not a recomputation."""
     return not gpipe.is_recomputing()
 
 

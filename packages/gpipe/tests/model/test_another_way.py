@@ -1,4 +1,4 @@
-"""A forward that takes another way than in the first mini-batch gives what the model gives, or is refused."""
+"""A forward that takes a different path than in the first mini-batch matches the model, or raises."""
 
 from contextlib import closing, suppress
 
@@ -12,7 +12,7 @@ from gpipe import GPipe, inline
 WIDTH, ROWS, BLOCKS = 4, 6, 3
 STATEMENTS = ["early", "late", "output 0", "output 1", "side", "head", "buffer", "again", "mask", "number"]
 
-# For each block, whether it is called, and what is done with its result.
+# For each block, whether it is called, and operations on its result.
 ways = st.lists(
     st.tuples(st.sampled_from([True, True, True, False]), st.lists(st.sampled_from(STATEMENTS), max_size=2)),
     min_size=BLOCKS,
@@ -21,7 +21,7 @@ ways = st.lists(
 
 
 class Ways(nn.Module):
-    """Takes the second way with a flag, or with an attribute, or where the sum of the input is below 0."""
+    """Takes the second path if a flag or an attribute is set, or the sum of the input is negative."""
 
     def __init__(self, first: list[tuple[bool, list[str]]], second: list[tuple[bool, list[str]]]) -> None:
         super().__init__()
@@ -62,13 +62,13 @@ class Ways(nn.Module):
 
 
 @given(ways, ways, st.sampled_from(["flag", "attribute", "value"]), st.booleans())
-def test_another_way_through_the_forward_is_right_or_refused(
+def test_different_path_is_right_or_raises(
     first: list[tuple[bool, list[str]]], second: list[tuple[bool, list[str]]], how: str, steps: bool
 ):
     torch.manual_seed(0)
     model, x = Ways(first, second).double(), torch.rand(ROWS, WIDTH, dtype=torch.float64)
     with closing(GPipe(model, devices=["cpu"] * 3, chunks=2, blocks="blocks")) as pipe, inline():
-        with suppress(RuntimeError):  # refused
+        with suppress(RuntimeError):  # unsupported path
             expect_same(pipe, model, steps, x=x)
         if how == "attribute":
             pipe.mode = 1
@@ -100,7 +100,7 @@ class Gated(nn.Module):
         return self.head(x)
 
 
-def test_blocks_may_be_called_after_a_mini_batch_without() -> None:
+def test_blocks_may_be_skipped_in_some_batches() -> None:
     model, x = Gated(), torch.randn(ROWS, WIDTH)
     with closing(GPipe(model, devices=["cpu"] * 2, chunks=3)) as pipe:
         for is_open in (False, True, False, True):

@@ -1,4 +1,4 @@
-"""What a pipe does not have itself, the model that it was made of answers."""
+"""Attributes that a pipe does not define are the wrapped model's."""
 
 import gc
 import weakref
@@ -40,7 +40,7 @@ def test_attributes_properties_and_methods() -> None:
     pipe = GPipe(model, devices=["cpu"] * 2)
     assert (pipe.config, pipe.tags, pipe.width, pipe.sizes()) == (model.config, ("small",), 2, model.sizes())
     assert pipe.config is model.config
-    assert pipe.chunks == 1  # its own come first
+    assert pipe.chunks == 1  # the pipe's own attributes have priority
     assert pipe._hidden == 1
     for name in ("__hidden", "nothing"):
         with pytest.raises(AttributeError, match=f"Pipe.*{name}"):
@@ -48,7 +48,7 @@ def test_attributes_properties_and_methods() -> None:
     torch.testing.assert_close(pipe.generate(torch.ones(1, 2)), model(torch.ones(1, 2)))
 
 
-def test_attributes_that_are_set_or_deleted_are_the_models() -> None:
+def test_setting_and_deleting_attributes_affects_model() -> None:
     model = Model()
     pipe = GPipe(model, devices=["cpu"] * 2)
     model._steps = model.steps = 0
@@ -67,7 +67,7 @@ def test_a_sequential_model_answers_nothing() -> None:
         pipe.append(nn.Linear(2, 2))
 
 
-def test_a_model_that_was_called_by_position_is_freed() -> None:
+def test_model_called_with_positional_arguments_is_freed() -> None:
     model = Model()
     pipe = GPipe(model, devices=["cpu"] * 2)
     pipe(torch.zeros(2, 2))

@@ -1,4 +1,4 @@
-"""Custom functions between blocks get tensors of their own stage, as operations do."""
+"""Custom functions between blocks get tensors of their stage, like operations."""
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -194,7 +194,7 @@ def _several(x: Tensor, mask: Tensor) -> Tensor:
 
 
 class Masked(nn.Module):
-    """A function gets an output of a block, or a tensor that is made of the inputs alone, which is used later."""
+    """A function of two tensors: a block's output, or a tensor computed only from inputs and used later."""
 
     def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""At which modules the forward of a model is cut, and into how many stages."""
+"""The split of a model's forward at modules, into a number of stages."""
 
 import re
 from typing import Any
@@ -34,7 +34,7 @@ class Listed(nn.Module):
 
 
 @given(models(least=2), st.integers(1, 6))
-def test_each_module_is_in_one_block_at_most_and_each_block_in_one_stage(told: Told, stages: int) -> None:
+def test_blocks_and_stages_are_disjoint(told: Told, stages: int) -> None:
     model = told.model()
     blocks, balance, _ = divide(model, stages)
     inside = [each for block in blocks.values() for each in block.modules()]
@@ -46,7 +46,7 @@ def test_each_module_is_in_one_block_at_most_and_each_block_in_one_stage(told: T
 
 
 @given(st.lists(st.integers(1, 30), min_size=2, max_size=12), st.integers(1, 5))
-def test_the_largest_stage_is_as_small_as_any_balance_makes_it(widths: list[int], stages: int) -> None:
+def test_largest_stage_is_minimal(widths: list[int], stages: int) -> None:
     model = nn.ModuleDict({"layers": sized(*widths)})
     found = divide(model, stages)
     sizes = bytes_of(model, found.blocks)
@@ -55,7 +55,7 @@ def test_the_largest_stage_is_as_small_as_any_balance_makes_it(widths: list[int]
 
 
 class Adapted(nn.Module):
-    """A linear layer with adapters by name, of which a forward uses some or none."""
+    """A linear layer with named adapters; a forward uses any subset of them."""
 
     def __init__(self, width: int, adapters: int) -> None:
         super().__init__()
@@ -96,9 +96,7 @@ def test_blocks_are_the_elements_of_lists(lists: dict[str, nn.Module], stages: i
 
 
 @given(models(least=2), st.integers(1, 6), st.data())
-def test_whatever_the_costs_are_blocks_are_candidates_and_nearly_as_even_as_any(
-    told: Told, stages: int, data: st.DataObject
-) -> None:
+def test_division_by_costs_is_nearly_optimal(told: Told, stages: int, data: st.DataObject) -> None:
     model = told.model()
     known = {name: data.draw(st.floats(0.1, 9)) for name in candidates(model)}
 
@@ -119,7 +117,7 @@ def test_the_block_that_takes_longest_is_divided() -> None:
     assert [*found.blocks] == ["layers.0.0", "layers.0.1", "layers.1"]
 
 
-def test_a_block_that_is_in_several_places_is_one() -> None:
+def test_block_used_several_times_is_one_block() -> None:
     layer = nn.Linear(2, 2)
     assert [*divide(Listed(layers=nn.ModuleList([layer, nn.Linear(2, 2), layer])), 2).blocks] == [
         "layers.0",
@@ -185,7 +183,7 @@ def without_parameters() -> nn.Module:
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4, 9])
-def test_there_are_as_many_stages_as_devices_or_blocks(devices: int) -> None:
+def test_number_of_stages_is_limited_by_blocks(devices: int) -> None:
     pipe = GPipe(Listed(layers=sized(2, 2, 2, 2)), devices=["cpu"] * devices)
     assert len(pipe.balance) == len(pipe.devices) == min(devices, 4)
     assert pipe(torch.zeros(3, 2)).shape == (3, 2)

@@ -1,4 +1,4 @@
-"""Models that compute something else without their cache, which is off in a pipe, are refused."""
+"""Models whose results depend on their cache, which is disabled in a pipe, raise."""
 
 from contextlib import closing
 from types import SimpleNamespace

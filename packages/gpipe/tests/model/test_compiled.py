@@ -1,4 +1,4 @@
-"""What a model has compiled around its blocks stops at them, and trains as in the model."""
+"""Code compiled around blocks stops at them, and trains like the model."""
 
 import copy
 from collections.abc import Callable
@@ -51,10 +51,10 @@ MODELS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore")  # those of the compiler
+@pytest.mark.filterwarnings("ignore")  # compiler warnings
 @pytest.mark.parametrize("how", ["call", "1f1b"])
 @pytest.mark.parametrize("made", MODELS.values(), ids=MODELS)
-def test_what_is_compiled_around_blocks_trains_as_in_the_model(made: Callable[[], nn.Module], how: str) -> None:
+def test_code_compiled_around_blocks_trains_correctly(made: Callable[[], nn.Module], how: str) -> None:
     model, x = made(), rows(6)
     plain = copy.deepcopy(model)
     with closing(GPipe(model, devices=["cpu"] * 3, chunks=3)) as pipe:

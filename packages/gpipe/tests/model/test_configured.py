@@ -1,4 +1,4 @@
-"""Numbers in a model that may decide how it computes its loss are seen when they change."""
+"""Changes of numbers in a model that may affect its loss are detected."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -53,7 +53,7 @@ def test_a_change_outside_of_blocks_is_seen(change: Callable[[Any], Any]) -> Non
     assert key(model) != before
 
 
-def test_changes_of_parameters_and_inside_of_blocks_do_not_count() -> None:
+def test_changes_of_parameters_and_blocks_are_ignored() -> None:
     model = Model()
     before = key(model)
     with torch.no_grad():
@@ -63,7 +63,7 @@ def test_changes_of_parameters_and_inside_of_blocks_do_not_count() -> None:
     assert key(model) == before
 
 
-def test_no_other_object_gets_the_identity_of_one_that_is_held() -> None:
+def test_identities_are_not_reused() -> None:
     model: Any = Model()
     known = configured(model, model.layers)
     found = set()

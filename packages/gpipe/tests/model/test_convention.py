@@ -1,4 +1,4 @@
-"""Losses of micro-batches are added up where a model was seen to divide their sum by ``num_items_in_batch``."""
+"""Losses of micro-batches are summed if the model divides its own sum by ``num_items_in_batch``."""
 
 import copy
 import logging
@@ -89,7 +89,7 @@ def contrast(logits: Tensor, *_: Any) -> Tensor:
 
 
 def balanced(coefficient: float) -> Loss:
-    """With a penalty for logits that are alike, however small it is."""
+    """Return a loss with a penalty for similar logits, however small."""
 
     def loss(logits: Tensor, labels: Tensor, ends: Any, items: Any) -> Tensor:
         return by_items(logits, labels, ends, items) + coefficient * logits.softmax(-1).mean((0, 1)).square().sum()
@@ -184,7 +184,7 @@ def schedule_of_second_step(pipe: GPipe, plain: nn.Module, **changes: Any) -> st
 def test_it_is_the_loss_of_the_plain_model(
     loss: Loss, count: int, length: int, kept: int, chunks: int, checkpoint: str, schedule: str | None, items: Any
 ) -> None:
-    """Under a schedule that cannot wait for all rows, it is refused where losses of micro-batches need not add up."""
+    """If losses of micro-batches may not add up, a schedule that cannot wait for the full batch raises."""
     pipe, plain = both(loss, Model)
     pipe.chunks, pipe.checkpoint = chunks, checkpoint
     inputs: dict[str, Any] = batch(count, length, kept)
@@ -200,7 +200,7 @@ def test_it_is_the_loss_of_the_plain_model(
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("loss", BY_ITEMS + OTHERS)
-def test_later_steps_have_1f1b_if_the_losses_add_up(loss: Loss, training: bool) -> None:
+def test_later_steps_use_1f1b_if_losses_add_up(loss: Loss, training: bool) -> None:
     pipe, plain = new(loss)
     with closing(pipe):
         pipe.train(training)
@@ -208,13 +208,13 @@ def test_later_steps_have_1f1b_if_the_losses_add_up(loss: Loss, training: bool) 
 
 
 @pytest.mark.parametrize("kind", [Penalized, TimeFirst])
-def test_a_model_that_cannot_be_tried_keeps_the_loss_of_all_rows(kind: type[Model]) -> None:
+def test_untestable_model_keeps_full_batch_loss(kind: type[Model]) -> None:
     pipe, plain = new(by_items, kind)
     with closing(pipe):
         assert schedule_of_second_step(pipe, plain) == "fill_drain"
 
 
-def test_a_model_that_takes_no_number_of_items_is_not_tried() -> None:
+def test_model_without_item_count_is_not_tested() -> None:
     pipe, plain = new(by_items, Without)
     inputs = {name: value for name, value in batch(4, 5).items() if name != "ends"}
     with closing(pipe):
@@ -234,7 +234,7 @@ def test_the_precision_of_the_model_does_not_matter(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-def test_a_schedule_may_be_asked_for_in_the_first_step(schedule: str) -> None:
+def test_first_step_may_request_a_schedule(schedule: str) -> None:
     pipe, plain = new(by_items)
     with closing(pipe):
         expected = plain(**batch(4))["loss"]
@@ -279,7 +279,7 @@ def counters(model: nn.Module) -> Counting:
 
 
 @pytest.mark.parametrize("place", ["layers", "head"])
-def test_a_trial_before_the_first_step_leaves_buffers_and_generators_as_they_were(place: str) -> None:
+def test_early_trial_restores_buffers_and_generators(place: str) -> None:
     model = counted(contrast, place)
     with closing(GPipe(model, devices=["cpu"] * 2, chunks=2, blocks="layers")) as pipe:
         before = states()
@@ -290,7 +290,7 @@ def test_a_trial_before_the_first_step_leaves_buffers_and_generators_as_they_wer
 
 
 @pytest.mark.parametrize("loss", [by_items, contrast])
-def test_a_trial_after_the_first_step_leaves_no_trace(loss: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trial_after_first_step_has_no_effect(loss: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for is_tried in (True, False):
         torch.manual_seed(0)
@@ -308,7 +308,7 @@ def test_a_trial_after_the_first_step_leaves_no_trace(loss: Loss, monkeypatch: p
     torch.testing.assert_close(found[0][0], found[1][0])
 
 
-def test_blocks_compute_once_for_each_micro_batch_in_threads_of_forwards() -> None:
+def test_blocks_run_once_on_threads_of_forwards() -> None:
     pipe, _ = new(by_items)
     found: list[tuple[str, str]] = []
     for name in pipe.block_names:
@@ -354,7 +354,7 @@ def test_a_configuration_may_be_set_later() -> None:
 
 
 class Scaled(Model):
-    """Has another term, whose factor is a buffer."""
+    """Has an additional term, whose coefficient is a buffer."""
 
     def __init__(self, loss: Loss) -> None:
         super().__init__(loss)
@@ -365,7 +365,7 @@ class Scaled(Model):
         return {"loss": output["loss"] + self.factor * output["logits"].mean().square()}
 
 
-def test_the_factor_of_a_term_may_be_set_later() -> None:
+def test_coefficient_of_loss_may_change_later() -> None:
     pipe, plain = new(by_items, Scaled)
     with closing(pipe):
         for factor in (0.0, 0.5):
@@ -384,7 +384,7 @@ class Restless(Model):
         return super().forward(*args, **kwargs)
 
 
-def test_a_model_whose_attributes_change_is_not_tried_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trials_of_changing_model_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     trials: list[int] = []
     known = "gpipe.model._conventions.convention_of"
     monkeypatch.setattr(known, lambda *_: trials.append(0))
@@ -404,9 +404,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("loss", [by_items, contrast])
-def test_it_is_said_once_that_a_loss_is_that_of_all_rows_if_it_stays_so(
-    loss: Loss, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_full_batch_loss_is_logged_once(loss: Loss, caplog: pytest.LogCaptureFixture) -> None:
     pipe, _ = new(loss)
     with closing(pipe), logged(caplog) as found:
         for _ in range(3):
@@ -415,7 +413,7 @@ def test_it_is_said_once_that_a_loss_is_that_of_all_rows_if_it_stays_so(
 
 
 @pytest.mark.parametrize("in_spec", [None, {"tokens": Split(1), "labels": Split(1)}])
-def test_labels_that_are_not_cut_by_rows_are_not_tried(in_spec: Any) -> None:
+def test_labels_not_split_by_rows_are_not_tested(in_spec: Any) -> None:
     plain = Model(by_items)
     inputs = {name: value for name, value in batch(4, 4, 4).items() if name != "ends"}
     with closing(GPipe(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=2, in_spec=in_spec)) as pipe:
@@ -425,7 +423,7 @@ def test_labels_that_are_not_cut_by_rows_are_not_tried(in_spec: Any) -> None:
         assert pipe.last_schedule.name == ("fill_drain" if in_spec else "1f1b")
 
 
-def test_other_ways_to_say_how_losses_add_up_are_followed() -> None:
+def test_explicit_reductions_take_precedence() -> None:
     pipe, plain = new(by_items)
     inputs = batch(4)
     count = (inputs["labels"] != IGNORED).sum()
@@ -443,7 +441,7 @@ def test_other_ways_to_say_how_losses_add_up_are_followed() -> None:
 
 
 @pytest.mark.parametrize("items", [11, 2.5, torch.tensor(11)])
-def test_the_number_of_items_may_be_marked_as_the_same_for_all(items: Any) -> None:
+def test_number_of_items_may_be_replicated(items: Any) -> None:
     pipe, _ = new(by_items)
     with closing(pipe):
         for method in (pipe.step, pipe.evaluate):

@@ -1,4 +1,4 @@
-"""A row of several documents is cut between them: outputs, loss and gradients are those of the whole row."""
+"""A packed row is split between documents: outputs, loss and gradients match the full row."""
 
 import copy
 import logging
@@ -24,7 +24,7 @@ WIDTH = 4
 
 
 class Attention(nn.Module):
-    """Each token attends to those before it in its document."""
+    """Each token attends to the previous tokens of its document."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Model(nn.Module):
 
 
 def batch(lengths: Sequence[int], seed: int = 0, *, ends: bool = False, counts: bool = False) -> dict[str, Tensor]:
-    """A row of documents, of which the first labels count only if ``counts``."""
+    """Return a packed row; the first label of each document is ignored unless ``counts``."""
     words = torch.randint(CLASSES, (1, sum(lengths)), generator=torch.Generator().manual_seed(seed))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     labels = words if counts else words.where(positions > 0, IGNORED)
@@ -91,7 +91,7 @@ def made(chunks: int = 3, mode: str = "never") -> tuple[GPipe, Model]:
 
 
 def expect_the_same(pipe: GPipe, plain: Model, inputs: dict[str, Any], **options: Any) -> list[int]:
-    """Compare a step and an output with those of the plain model. Return the tokens of the micro-batches of a step."""
+    """Compare a step and an output with the plain model. Return the tokens per micro-batch of a step."""
     expected, tokens = plain(**inputs), list[int]()
     plain.zero_grad()
     expected["loss"].backward()
@@ -137,7 +137,7 @@ def test_any_documents_in_any_number_of_micro_batches(lengths: list[int], chunks
         assert len(tokens) == min(chunks, len(lengths) + 1)
 
 
-def test_a_label_that_needs_the_token_before_its_document_keeps_the_loss_of_the_row() -> None:
+def test_labels_across_documents_keep_full_row_loss() -> None:
     pipe, plain = made()
     with closing(pipe):
         for _ in range(2):
@@ -157,7 +157,7 @@ def test_several_rows_are_cut_by_rows() -> None:
         assert tokens == [9, 9, 9]
 
 
-def test_a_loss_function_gets_the_output_of_the_row() -> None:
+def test_loss_function_gets_output_of_full_row() -> None:
     pipe, plain = made()
     inputs = batch([4, 2, 3, 5])
     with closing(pipe):
@@ -170,7 +170,7 @@ def test_a_loss_function_gets_the_output_of_the_row() -> None:
             pipe.step(**inputs, reduction="mean")
 
 
-def test_a_tensor_that_is_no_part_of_the_row_needs_a_rule() -> None:
+def test_tensor_outside_the_row_needs_a_spec() -> None:
     pipe, plain = made()
     inputs, bias = batch([4, 2, 3, 5]), torch.randn(CLASSES, dtype=torch.float64)
     with closing(pipe):
@@ -180,7 +180,7 @@ def test_a_tensor_that_is_no_part_of_the_row_needs_a_rule() -> None:
         torch.testing.assert_close(loss, plain(**inputs, bias=bias)["loss"].detach())
 
 
-def test_a_mask_by_which_models_attend_to_other_documents_is_refused() -> None:
+def test_mask_across_documents_raises() -> None:
     pipe, _ = made()
     inputs = batch([4, 2, 3, 5])
     ones = torch.ones_like(inputs["input_ids"])
@@ -197,9 +197,7 @@ def test_positions_without_a_dimension_of_tokens_are_refused() -> None:
 
 @pytest.mark.parametrize("in_spec", [None, Packed()])
 @pytest.mark.parametrize("method", ["step", "call"])
-def test_it_is_said_once_that_a_row_is_one_micro_batch(
-    method: str, in_spec: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unsplit_row_is_logged_once(method: str, in_spec: Any, caplog: pytest.LogCaptureFixture) -> None:
     pipe = GPipe(Model(), devices=["cpu"] * 2, chunks=3, in_spec=in_spec)
     with closing(pipe), caplog.at_level(logging.WARNING, "gpipe"):
         for _ in range(2):
@@ -217,7 +215,7 @@ class Mixing(Model):
 
 
 @pytest.mark.parametrize("kind", [Model, Mixing])
-def test_an_evaluation_of_the_uncut_row_tells_whether_documents_are_apart(kind: type[Model]) -> None:
+def test_unsplit_evaluation_shows_whether_documents_are_independent(kind: type[Model]) -> None:
     torch.manual_seed(0)
     with closing(GPipe(kind(), devices=["cpu"] * 2, chunks=3, in_spec=Packed())) as pipe:
         cut = pipe.evaluate(**batch([4, 2, 3, 5]))

@@ -1,4 +1,4 @@
-"""Random numbers and statistics between blocks, in a replay: harmless, or refused."""
+"""Random numbers and statistics between blocks, in a replay: harmless, or an error."""
 
 import random
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def test_a_dropout_before_the_blocks_does_no_harm() -> None:
-    """The loss of all rows is that of what the blocks have computed, whatever the replay draws before them."""
+    """The full-batch loss uses the blocks' outputs, whatever random numbers the replay uses before them."""
     model = Model(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout()), plain)
     last: list[Tensor] = []
     model.end.register_forward_pre_hook(lambda _, args: last.append(args[0].detach()))
@@ -76,7 +76,7 @@ def test_what_would_depend_on_other_draws_is_refused(between: Callable[[Tensor, 
 
 
 class Encoding(Model):
-    """Returns what it draws before its blocks beside the loss, as T5 returns the state of its encoder."""
+    """Returns a random tensor computed before its blocks in addition to the loss, like T5's encoder state."""
 
     def forward(self, x: Tensor, y: Tensor) -> Any:
         dropped = F.dropout(self.begin(x), 0.5)
@@ -86,7 +86,7 @@ class Encoding(Model):
         return {"loss": F.mse_loss(self.end(hidden)[:, 0], y), "dropped": dropped}
 
 
-def test_a_loss_may_depend_on_no_draws_where_another_field_does() -> None:
+def test_random_output_field_need_not_affect_loss() -> None:
     x, y = batch()
     pipe = piped(Encoding(nn.Linear(WIDTH, WIDTH), plain))
     last: list[Tensor] = []
@@ -101,7 +101,7 @@ def test_a_loss_may_depend_on_no_draws_where_another_field_does() -> None:
 
 
 class Anew(nn.BatchNorm1d):
-    """Has its statistics in other tensors each time."""
+    """Stores its statistics in new tensors each time."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         self.running_mean = self.running_mean + 0.1 * (input.detach().mean(0) - self.running_mean)
@@ -139,7 +139,7 @@ class Tied(Model):
         return F.mse_loss(self.end(self.decoder(x + first))[:, 0], y)
 
 
-def test_a_tied_weight_on_both_sides_of_the_blocks_is_one() -> None:
+def test_weight_tied_across_blocks_is_one_parameter() -> None:
     x, y = batch()
     model = Tied()
     single = deepcopy(model)

@@ -1,4 +1,4 @@
-"""A list with an entry for each row, such as the boxes of each picture, is cut by entry."""
+"""Lists with one entry per row, such as the boxes of each picture, are split by entry."""
 
 import copy
 from contextlib import closing
@@ -63,7 +63,7 @@ def detector() -> Detector:
 
 
 def is_plain(counts: list[int]) -> bool:
-    """Whether the sizes say that the list is not of tensors with all rows."""
+    """Return whether the sizes show that the list's tensors are not batched."""
     return len(counts) == 1 or any(count % len(counts) for count in counts)
 
 
@@ -71,7 +71,7 @@ sizes = st.lists(st.integers(0, 4), min_size=1, max_size=7)
 
 
 @given(sizes, st.sampled_from(KINDS), st.integers(1, 4), st.sampled_from(MODES), st.booleans())
-def test_the_loss_of_all_rows_is_that_of_the_model(
+def test_full_batch_loss_with_entries_matches_model(
     counts: list[int], kind: Any, chunks: int, mode: str, says: bool
 ) -> None:
     assume(says or is_plain(counts))
@@ -94,7 +94,7 @@ def test_the_loss_of_all_rows_is_that_of_the_model(
 
 
 @given(sizes, st.sampled_from(KINDS), st.integers(1, 4))
-def test_losses_of_micro_batches_are_those_of_a_loop(counts: list[int], kind: Any, chunks: int) -> None:
+def test_micro_batch_losses_with_entries_match_loop(counts: list[int], kind: Any, chunks: int) -> None:
     assume(is_plain(counts))
     x, labels = rows(len(counts)), [kind(count, k) for k, count in enumerate(counts)]
     with closing(GPipe(detector(), devices=["cpu"] * 2, chunks=chunks)) as pipe:
@@ -111,7 +111,7 @@ def test_losses_of_micro_batches_are_those_of_a_loop(counts: list[int], kind: An
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("counts", [[2, 2], [4, 0], [3, 6, 0]])
-def test_what_may_be_meant_either_way_is_asked_for(kind: Any, counts: list[int]) -> None:
+def test_ambiguous_list_raises(kind: Any, counts: list[int]) -> None:
     x, labels = rows(len(counts)), [kind(count, k) for k, count in enumerate(counts)]
     with closing(GPipe(detector(), devices=["cpu"] * 2, chunks=2)) as pipe:
         for use in (pipe.step, pipe.evaluate, pipe):
@@ -120,14 +120,14 @@ def test_what_may_be_meant_either_way_is_asked_for(kind: Any, counts: list[int])
 
 
 class Levels(Residuals):
-    """Gets further tensors with all rows."""
+    """Takes more batched tensors."""
 
     def forward(self, x: Tensor, levels: Any) -> Tensor:
         return super().forward(x) + sum(level for pair in levels for level in pair)
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_tuples_and_other_lists_of_tensors_with_all_rows_are_cut_inside(number: int) -> None:
+def test_lists_of_batched_tensors_are_split_inside(number: int) -> None:
     model = Levels(*(nn.Linear(3, 3) for _ in range(2)))
     plain = copy.deepcopy(model)
     pairs = tuple((rows(2), rows(2)) for _ in range(number))
@@ -137,7 +137,7 @@ def test_tuples_and_other_lists_of_tensors_with_all_rows_are_cut_inside(number: 
 
 
 @pytest.mark.parametrize("rule", [Split(0), Replicate()])
-def test_in_spec_may_say_that_a_list_is_not_cut_by_entry(rule: Any) -> None:
+def test_in_spec_may_disable_splitting_by_entry(rule: Any) -> None:
     class Model(Residuals):
         def forward(self, x: Tensor, levels: Any) -> Tensor:
             return super().forward(x) + sum(level["x"].mean() for level in levels)

@@ -1,4 +1,4 @@
-"""A forward that changes parameters or buffers of its blocks, between these, is as in a plain loop, or refused."""
+"""A forward that modifies parameters or buffers of blocks matches a plain loop, or raises."""
 
 import copy
 import threading
@@ -74,7 +74,7 @@ class Changing(nn.Module):
     st.sampled_from(["1f1b", "fill_drain", "evaluate"]),
     st.integers(1, 3),
 )
-def test_a_change_of_a_block_is_as_in_a_plain_loop_or_refused(
+def test_modified_block_matches_loop_or_raises(
     change: Callable[[Any], None], at: int, which: int, once: bool, how: str, stages: int
 ) -> None:
     model = Changing(change, at, which, once=once)
@@ -105,7 +105,7 @@ def test_a_change_of_a_block_is_as_in_a_plain_loop_or_refused(
 
 @pytest.mark.parametrize("how", ["1f1b", "evaluate"])
 @pytest.mark.parametrize(("at", "which"), [(0, 5), (4, 0)])
-def test_a_change_in_each_micro_batch_is_refused_by_name(at: int, which: int, how: str) -> None:
+def test_change_in_each_micro_batch_raises(at: int, which: int, how: str) -> None:
     named = rf"Changing changes 'layers\.{which}\.weight' of stage . in place"
     x, options = torch.randn(8, 3), {"loss_fn": torch.sum, "reduction": "sum"}
     with closing(two_stages(Changing(weight, at, which, once=False))) as pipe:

@@ -1,4 +1,4 @@
-"""What is done to a model after a pipe was made of it is seen by the pipe."""
+"""A pipe follows later changes of its model."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ ASKED: dict[str, Callable[[Asking, Tensor], Tensor]] = {
     st.sampled_from(sorted(ASKED)),
     st.lists(st.tuples(st.sampled_from(["model", "pipe", "blocks", "head"]), st.sampled_from(DTYPES)), max_size=3),
 )
-def test_another_dtype_of_the_model_or_a_part_of_it(asked: str, changes: list[tuple[str, torch.dtype]]) -> None:
-    """Set on the model or on the pipe, any number of times, whatever the forward asks for its dtype."""
+def test_changing_dtype_of_model_or_part(asked: str, changes: list[tuple[str, torch.dtype]]) -> None:
+    """The dtype is set on model or pipe, repeatedly, and the forward reads it from various places."""
     torch.manual_seed(0)
     model = Asking(ASKED[asked])
     plain = copy.deepcopy(model)
@@ -82,7 +82,7 @@ def test_another_dtype_of_the_model_or_a_part_of_it(asked: str, changes: list[tu
             expected = plain(x)
         except RuntimeError:  # parts of several dtypes, which the model itself cannot combine
             break
-        # Kernels of a CPU may sum the rows of a micro-batch in another order than those of the whole batch.
+        # CPU kernels may sum the rows of a micro-batch in a different order than the full batch.
         torch.testing.assert_close(pipe(x), expected)
     pipe.close()
 
@@ -103,7 +103,7 @@ PLACES: dict[str, Callable[[Asking], nn.Module]] = {
     st.booleans(),
 )
 def test_attributes_and_modes_of_any_module(place: str, changes: list[float | bool], copied: bool) -> None:
-    """A number that is set, or the mode, whichever part of the forward asks for it."""
+    """A number or the mode changes, and various parts of the forward read it."""
     where = PLACES[place]
 
     def asked(model: Asking, hidden: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ def test_the_pipe_tells_the_model_its_mode() -> None:
 
 
 class Frozen(Asking):
-    """Its train() leaves some of its modules in evaluation mode: those of the model, of its block, or of both."""
+    """Its train() keeps some modules in evaluation mode, in the model, its block, or both."""
 
     frozen: tuple[str, ...] = ()
 
@@ -167,7 +167,7 @@ class FrozenBlocks(nn.ModuleList):
     ("frozen", "part", "copied"),
     [((), "blocks", False), (("embed", "blocks.1", "middle"), None, True), (("head", "blocks"), "others", False)],
 )
-def test_modes_are_what_train_of_the_model_makes_of_them(
+def test_custom_train_method_determines_modes(
     frozen: tuple[str, ...], part: str | None, copied: bool, which: str
 ) -> None:
     model = Frozen(lambda model, _: model.extra)

@@ -1,4 +1,4 @@
-"""Each micro-batch has one forward, in a thread of its own, that stops where the next stage begins."""
+"""Each micro-batch has one forward, on its own thread, that stops where the next stage begins."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ from ..layers import MODES, assert_same, counted, each_way, on_backward, rows, w
 from ..schedules import suited
 from .forwards import Block, Told, models
 from .residuals import Residuals, forward_threads, is_first, of_function, plain_of, residuals, two_stages
-from .test_pipe import SCHEDULES, Way, batches, expected_of, stepped, ways
+from .test_pipe import SCHEDULES, Way, allowing_out_of_order, batches, expected_of, stepped, ways
 
 each_mode = pytest.mark.parametrize("mode", MODES)
 HOWS = ("call", "whole", "1f1b", "evaluate")
@@ -43,10 +43,10 @@ def microbatches(rows: int, chunks: int) -> int:
 
 
 @given(models(in_place=False), ways)
-def test_each_block_is_called_once_for_each_microbatch_and_never_in_the_threads_of_the_caller(told: Told, way: Way):
+def test_blocks_run_once_off_the_caller_thread(told: Told, way: Way):
     model, plain = told.model(), told.model()
     names = {module: name for name, module in model.named_modules()}
-    with closing(way.pipe(model)) as pipe:
+    with allowing_out_of_order(told), closing(way.pipe(model)) as pipe:
         for batch in batches(way):
             for block in (*model.blocks(), *plain.blocks()):
                 block.noted().clear()
@@ -64,10 +64,10 @@ def test_each_block_is_called_once_for_each_microbatch_and_never_in_the_threads_
 
 @given(models(in_place=False), ways)
 def test_buffers_count_as_in_a_loop_over_microbatches(told: Told, way: Way) -> None:
-    """What is between blocks is computed once more where all rows are needed; the last steps are left out then."""
+    """Computations between blocks are repeated for the full batch; the last steps are skipped in that case."""
     model = told.model()
     plain = told.model()
-    with closing(way.pipe(model)) as pipe:
+    with allowing_out_of_order(told), closing(way.pipe(model)) as pipe:
         for batch in batches(way):
             if expected_of(plain, batch, way) is None:
                 return
@@ -86,7 +86,7 @@ def test_buffers_count_as_in_a_loop_over_microbatches(told: Told, way: Way) -> N
 
 @each_how
 @each_mode
-def test_what_follows_the_last_block_is_computed_for_all_rows_alone_once_the_blocks_are_known(how: str, mode: str):
+def test_end_runs_once_on_full_batch(how: str, mode: str):
     model, seen = residuals(), []
     model.end = lambda output: seen.append(len(output))
     with closing(two_stages(model, checkpoint=mode)) as pipe:
@@ -148,7 +148,7 @@ def failing_at(where: str, phase: str, microbatch: int) -> Residuals:
 @pytest.mark.parametrize("where", ["block", "between"])
 @pytest.mark.parametrize("how", ["1f1b", "fill_drain", "whole", "call"])
 @each_way
-def test_an_error_names_the_place_and_leaves_the_pipe_as_it_was(where: str, how: str, way: Callable[[], Any]) -> None:
+def test_error_names_place_and_pipe_stays_usable(where: str, how: str, way: Callable[[], Any]) -> None:
     model = failing_at(where, "forward", 1)
     with closing(two_stages(model)) as pipe, way():
         with pytest.raises(PlannedError) as caught:
@@ -165,7 +165,7 @@ def test_an_error_names_the_place_and_leaves_the_pipe_as_it_was(where: str, how:
         assert_same(pipe, plain)
 
 
-def test_a_failed_forward_leaves_no_thread_that_waits_in_the_model() -> None:
+def test_failed_forward_leaves_no_waiting_thread() -> None:
     model = failing_at("block", "forward", 1)
     pipe = two_stages(model)
     with pytest.raises(PlannedError):
@@ -189,8 +189,8 @@ def parked() -> list[str]:
     return found
 
 
-def test_the_model_may_not_hold_on_to_a_forward_that_has_ended() -> None:
-    """It catches everything, even the end of the forward, and goes on calling blocks."""
+def test_model_cannot_continue_ended_forward() -> None:
+    """It catches everything, even the end of the forward, and keeps calling blocks."""
     model = residuals()
     calls = []
 
@@ -228,7 +228,7 @@ class Forgiving(Residuals):
 
 @pytest.mark.parametrize("fails", [False, True])
 @each_how
-def test_a_model_that_catches_everything_is_ended_all_the_same(how: str, fails: bool) -> None:
+def test_model_catching_everything_is_ended(how: str, fails: bool) -> None:
     model, x = Forgiving(*residuals().layers), rows(6)
 
     def end(x: Tensor) -> None:
@@ -269,9 +269,7 @@ def test_an_interrupt_of_the_caller_ends_the_forwards() -> None:
 
 
 @pytest.mark.parametrize("how", ["call", "whole"])
-def test_of_arguments_that_change_in_each_step_not_all_kinds_are_kept(
-    how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_of_argument_kinds_is_limited(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_pipeline, "_MOST", 4)
     model = residuals()
     model.forward = lambda x, scale: Residuals.forward(model, x) * scale
@@ -298,7 +296,7 @@ def test_nothing_of_a_run_survives_it(how: str, way: Callable[[], Any]) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"reduction": "mean"}, {"return_outputs": True}])
 @pytest.mark.usefixtures("no_collector")
-def test_what_the_caller_has_given_to_a_step_is_not_kept(options: dict[str, Any]) -> None:
+def test_inputs_of_a_step_are_freed(options: dict[str, Any]) -> None:
     x, target = rows(6), rows(6)
     alive = [ref(x), ref(target)]
     with closing(two_stages(residuals())) as pipe:
@@ -344,7 +342,7 @@ def test_threads_are_kept_between_runs() -> None:
         assert len(forward_threads() - before) <= 3
 
 
-def test_a_tensor_that_a_block_leaves_in_an_attribute_is_refused() -> None:
+def test_tensor_with_grad_stored_by_block_raises() -> None:
     def leave(s: Any, x: Tensor) -> Tensor:
         s.left = s.m[0](x)
         return s.left * 1
@@ -358,7 +356,7 @@ def test_a_tensor_that_a_block_leaves_in_an_attribute_is_refused() -> None:
         done(pipe, rows(6), "1f1b")
 
 
-def test_what_a_block_leaves_in_an_attribute_may_be_left_there() -> None:
+def test_detached_tensor_stored_by_block_is_allowed() -> None:
     def leave(s: Any, x: Tensor) -> Tensor:
         s.left = x.detach()
         return s.m[0](x)
@@ -385,7 +383,7 @@ def test_hooks_of_blocks_see_each_microbatch_once(mode: str) -> None:
 
 @pytest.mark.parametrize("grad", [True, False])
 @each_mode
-def test_settings_of_the_caller_are_those_of_the_forward(grad: bool, mode: str) -> None:
+def test_forward_uses_settings_of_caller(grad: bool, mode: str) -> None:
     model, seen = residuals(), []
     model.between = lambda k, x: seen.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
     with closing(two_stages(model)) as pipe, torch.set_grad_enabled(grad), torch.autocast("cpu", torch.bfloat16):
@@ -394,7 +392,7 @@ def test_settings_of_the_caller_are_those_of_the_forward(grad: bool, mode: str) 
 
 
 @given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 4), st.sampled_from(MODES))
-def test_a_chain_of_any_size_trains_as_the_model(blocks: int, count: int, chunks: int, mode: str) -> None:
+def test_chains_of_any_size_train_like_model(blocks: int, count: int, chunks: int, mode: str) -> None:
     pipe = GPipe(residuals(blocks), devices=["cpu"] * 3, chunks=chunks, checkpoint=mode)
     with closing(pipe):
         done(pipe, rows(count), "1f1b")

@@ -147,7 +147,7 @@ TOTALS += [linear_cross_entropy] if hasattr(F, "linear_cross_entropy") else []
 
 
 def mean_by_labels(head: nn.Linear, hidden: Tensor, labels: Tensor, count: Any) -> Tensor:
-    """A model that knows no number of items."""
+    """Compute a loss without the number of items."""
     return Fused.apply(hidden, head.weight, labels) / (labels != IGNORED).sum()
 
 
@@ -199,8 +199,8 @@ def test_it_is_the_loss_of_the_plain_model(
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
 @pytest.mark.parametrize("total", [*TOTALS, mean_by_labels])
-def test_on_ranks_it_is_the_loss_of_the_plain_model(worlds: Any, total: Total, tied: bool) -> None:
-    """On the rank of the last stage alone; others have no hidden states of it."""
+def test_fused_loss_on_ranks_matches_plain_model(worlds: Any, total: Total, tied: bool) -> None:
+    """Only the rank of the last stage has the hidden states."""
     worlds(2).run(_expect_on_ranks, total, tied)
 
 

@@ -1,4 +1,4 @@
-"""Random numbers of Python and NumPy: each call of a block has its own, whatever other stages do meanwhile."""
+"""Random generators of Python and NumPy: each call of a block has its own, independent of concurrent stages."""
 
 import random
 import sys
@@ -42,7 +42,7 @@ def drawn(draw: Callable[[], float]) -> Residuals:
 
 
 def seeded(draw: Callable[[], float]) -> Residuals:
-    """Each block begins with a seed of its own, as the random attention of BigBird."""
+    """Return a model whose blocks each set a seed first, like the random attention of BigBird."""
 
     def function(block: Any, x: Tensor) -> Tensor:
         random.seed(block.k)
@@ -73,7 +73,7 @@ DRAWS = [of_python, of_numpy]
         [{}, {"reduction": "mean", "schedule": "1f1b"}, {"reduction": "mean", "schedule": "zero_bubble"}]
     ),
 )
-def test_they_depend_on_the_call_and_the_micro_batch_alone(
+def test_numbers_depend_only_on_call_and_micro_batch(
     draw: Callable[[], float], balance: list[int], mode: str, options: dict[str, Any]
 ) -> None:
     x = rows(6)
@@ -87,9 +87,7 @@ def test_they_depend_on_the_call_and_the_micro_batch_alone(
 
 @pytest.mark.parametrize("draw", DRAWS)
 @given(mode=st.sampled_from(MODES), options=st.sampled_from([{}, {"reduction": "mean", "schedule": "1f1b"}]))
-def test_blocks_that_seed_them_compute_as_in_a_loop(
-    draw: Callable[[], float], mode: str, options: dict[str, Any]
-) -> None:
+def test_blocks_seeding_generators_match_loop(draw: Callable[[], float], mode: str, options: dict[str, Any]) -> None:
     x, plain = rows(6), seeded(draw)
     losses = [plain(part).square().mean() / 3 for part in x.chunk(3)]
     sum(losses).backward()  # type: ignore[union-attr]
@@ -103,7 +101,7 @@ def states() -> tuple[Any, str]:
     return random.getstate(), repr(numpy.random.get_state(legacy=False))
 
 
-def test_the_generators_of_the_caller_advance_if_a_block_draws() -> None:
+def test_generators_of_caller_advance_if_used() -> None:
     x = rows(6)
     with torch.no_grad(), closing(two_stages(residuals())) as still, closing(two_stages(drawn(of_python))) as pipe:
         before = states()
@@ -138,7 +136,7 @@ def test_what_stands_between_blocks_has_its_own_too() -> None:
         torch.testing.assert_close(each, found[0])
 
 
-def test_an_error_in_a_block_that_draws_restores_the_generators() -> None:
+def test_error_in_random_block_restores_generators() -> None:
     def function(block: Any, x: Tensor) -> Tensor:
         random.seed(1)
         if block.k == 2 and fails:
@@ -158,7 +156,7 @@ def test_an_error_in_a_block_that_draws_restores_the_generators() -> None:
         assert pipe(x).shape == x.shape
 
 
-def test_a_pipe_in_a_block_of_another_pipe_may_draw() -> None:
+def test_nested_pipe_may_use_generators() -> None:
     inner = [two_stages(drawn(of_python)) for _ in range(2)]
     model = Residuals(*(nn.Linear(3, 3) for _ in range(2)))
     model.layers = nn.ModuleList(

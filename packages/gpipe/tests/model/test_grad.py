@@ -1,4 +1,4 @@
-"""A gradient that a forward computes itself is that of the plain model, or is refused."""
+"""Gradients computed inside a forward match the plain model, or raise."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -15,7 +15,7 @@ from .test_forward import done
 
 
 class Force(Residuals):
-    """Returns the gradient of an energy with respect to its input, to the sum after a block, or to that after all."""
+    """Returns the gradient of an energy: with respect to its input, or to a hidden state."""
 
     at: int
 
@@ -33,7 +33,7 @@ class Force(Residuals):
 @pytest.mark.parametrize("how", ["call", "whole", "1f1b"])
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize("at", [0, 1, 3, -1])
-def test_it_is_that_of_the_plain_model_or_refused(at: int, stages: int, how: str, mode: str) -> None:
+def test_inner_gradient_matches_plain_model_or_raises(at: int, stages: int, how: str, mode: str) -> None:
     model = Force(*residuals().layers)
     model.at = at
     x = rows(6).requires_grad_()

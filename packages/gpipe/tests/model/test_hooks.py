@@ -1,4 +1,4 @@
-"""Hooks that a forward registers while it runs: refused if they are for one call, kept if they stay."""
+"""Hooks registered during a forward: temporary ones raise, permanent ones are kept."""
 
 from contextlib import closing
 from typing import Any
@@ -25,7 +25,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Hooks of its forward add ``by`` to what the layers get."""
+    """A model whose forward registers hooks that add ``by`` to the layers' inputs."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def test_hooks_for_one_call_are_refused(kind: str, trains: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["none", "once"])
-def test_a_hook_that_the_first_forward_registers_for_good_stays(kind: str) -> None:
+def test_permanent_hook_of_first_forward_stays(kind: str) -> None:
     x = torch.randn(4, 3)
     model = Model(kind).eval()
     with piped(model) as pipe, torch.no_grad():
@@ -82,7 +82,7 @@ def test_a_hook_that_the_first_forward_registers_for_good_stays(kind: str) -> No
 
 
 def test_a_block_may_hook_its_own_modules() -> None:
-    """No other micro-batch computes the block meanwhile."""
+    """No other micro-batch runs the block concurrently."""
     x = torch.randn(4, 3)
     model = Model("none").eval()
     for layer in model.layers:

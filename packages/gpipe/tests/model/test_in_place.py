@@ -1,4 +1,4 @@
-"""Tensors that stages change in place one after the other, and parameters of another stage beside tied ones."""
+"""Tensors modified in place by several stages, and parameters of a different stage next to tied ones."""
 
 import copy
 from collections.abc import Callable
@@ -16,7 +16,7 @@ WIDTH, ROWS = 4, 6
 
 
 class Model(nn.Module):
-    """Six blocks after an embedding, with whose outputs a function goes on."""
+    """An embedding and six blocks, with a function applied to each output."""
 
     def __init__(self, function: Callable[[Tensor, int, Tensor], None]) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def test_gradients_are_those_of_the_plain_model(made: Callable[[], nn.Module], s
 
 
 class Views(Model):
-    """A later stage changes a view of what the first one has computed; the end uses all of it."""
+    """A later stage modifies a view of the first stage's result, and the end uses all of it."""
 
     def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
         super().__init__(lambda found, k, h: None)
@@ -97,7 +97,7 @@ class Views(Model):
         return h + x + view.sum(1, keepdim=True)
 
 
-def test_another_view_of_what_a_later_stage_has_changed_is_refused() -> None:
+def test_using_other_view_of_changed_tensor_raises() -> None:
     x = torch.randn(ROWS, WIDTH, dtype=DOUBLE)
     pipe = GPipe(Views(lambda view: view.mul_(2)), devices=["cpu"] * 3, chunks=3)
     with pytest.raises(RuntimeError, match="another view of its memory"):

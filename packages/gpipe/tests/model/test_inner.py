@@ -27,7 +27,7 @@ MODES = st.sampled_from(["never", "except_last", "always"])
 
 
 class Trunk(nn.Module):
-    """Some blocks, with operations before and after them."""
+    """Blocks with operations before and after them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def rows() -> Tensor:
 
 
 def expect_in_forwards(model: Any, name: str = "first", runs: int = 1) -> None:
-    """Each block of this trunk has computed once per micro-batch, in the threads of forwards."""
+    """Check that each block of this trunk ran once per micro-batch, on the threads of forwards."""
     calls = [rows for thread, rows in getattr(model, name).threads if thread.startswith("gpipe forward")]
     assert calls == [ROWS // CHUNKS] * (2 * CHUNKS * runs)
     elsewhere = {thread for thread, _ in getattr(model, name).threads if not thread.startswith("gpipe forward")}
@@ -138,7 +138,7 @@ def test_part_takes_other_arguments_than_the_model(checkpoint: str) -> None:
         torch.testing.assert_close(pipe.first(x=x, shift=2.0), plain.first(x, 2.0))
 
 
-def test_method_of_pipe_in_a_forward_of_it_computes_as_the_model_does() -> None:
+def test_pipe_method_inside_forward_matches_model() -> None:
     model, pipe, plain = made()
     with closing(pipe):
         model.head.register_forward_pre_hook(lambda head, args: pipe.get_base() and None)
@@ -182,7 +182,7 @@ def test_forward_set_on_pipe_computes_in_pipeline(kind: str, checkpoint: str, gr
     "forward", [lambda self, x: self.first.blocks[0](x), lambda self, x: self.first_block(x)], ids=["block", "method"]
 )
 def test_block_called_by_itself_raises(forward: Any) -> None:
-    """By a forward that was set on the pipe. Afterwards, everything is as before."""
+    """The call is in a forward set on the pipe. Afterwards, the pipe works as before."""
     model, pipe, plain = made()
     with closing(pipe):
         before = pipe.forward
@@ -195,7 +195,7 @@ def test_block_called_by_itself_raises(forward: Any) -> None:
         torch.testing.assert_close(model(x), plain(x))
 
 
-def test_method_of_model_without_gradients_computes_as_the_model_does() -> None:
+def test_model_method_without_gradients_matches_model() -> None:
     model, pipe, _ = made()
     with closing(pipe), torch.no_grad():
         pipe.encode(rows())
@@ -233,7 +233,7 @@ def test_part_is_the_module() -> None:
         assert [name for name, _ in pipe.named_modules()] == [name for name, _ in model.named_modules()]
 
 
-def test_forward_set_on_part_may_call_the_previous_one() -> None:
+def test_replaced_forward_may_call_previous_one() -> None:
     model, pipe, plain = made()
     with closing(pipe):
         for each in (pipe, plain):
@@ -244,7 +244,7 @@ def test_forward_set_on_part_may_call_the_previous_one() -> None:
         torch.testing.assert_close(pipe.first(x), plain.first(x))
 
 
-def test_module_around_a_part_trains_as_around_the_plain_one() -> None:
+def test_module_around_part_trains_like_plain() -> None:
     model, pipe, plain = made()
     with closing(pipe):
         around, expected = nn.Sequential(pipe.first, nn.Tanh()), nn.Sequential(plain.first, nn.Tanh())
@@ -322,7 +322,7 @@ class OfRNN(nn.Module):
 
 
 def test_a_method_may_copy_a_block() -> None:
-    """As PEFT does when it adds an adapter. An RNN copies all of its attributes."""
+    """PEFT does so to add an adapter. An RNN copies all of its attributes."""
     with closing(GPipe(OfRNN(), devices=["cpu"] * 2, chunks=2)) as pipe:
         found = pipe.copied()
         assert vars(found).get("_compiled_call_impl") is None

@@ -1,4 +1,4 @@
-"""A tensor that a block has left in an attribute is known from the moment at which it is set."""
+"""A tensor stored in an attribute by a block is tracked from then on."""
 
 import copy
 from contextlib import closing
@@ -17,7 +17,7 @@ class Keeps(nn.Module):
         return self.kept
 
 
-def test_a_read_during_the_call_for_another_micro_batch_is_refused() -> None:
+def test_read_during_call_of_other_micro_batch_raises() -> None:
     left, block, model = Left(), Keeps(), nn.Module()
     for microbatch in range(2):
         x = torch.ones(())
@@ -34,7 +34,7 @@ def test_a_read_during_the_call_for_another_micro_batch_is_refused() -> None:
 
 
 class Remembering(nn.Module):
-    """Keeps a tensor that requires grad in an attribute of its own, and reads it after its blocks."""
+    """Stores a tensor that requires grad in an attribute, and reads it after its blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Remembering(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "fill_drain"])
-def test_an_attribute_that_the_forward_sets_to_a_tensor_with_grad_is_its_own_or_refused(schedule: str) -> None:
+def test_attribute_set_by_forward_is_private_or_raises(schedule: str) -> None:
     torch.manual_seed(0)
     model, x = Remembering(), torch.randn(8, 3)
     plain = copy.deepcopy(model)

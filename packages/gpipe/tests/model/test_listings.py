@@ -21,7 +21,7 @@ EVERY = {"remove_duplicate": False}
 
 
 class Jumbled(Model):
-    """Registered in another order than it is called in, with tied weights and buffers of its own."""
+    """Registered in a different order than called, with tied weights and its own buffers."""
 
     def __init__(self, *, tied: bool = False, **options: Any) -> None:
         super().__init__(**options)
@@ -120,7 +120,7 @@ def test_the_pipe_and_the_model_have_one_mode():
 
 
 class Stateful(Model):
-    """With a state of its own that is saved, moved and loaded, and another name for a part of it."""
+    """Has extra state that is saved, moved and loaded, and an alias of a submodule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class Stateful(Model):
 
 
 @pytest.mark.parametrize("way", ["new", "copied", "pickled"])
-def test_state_dict_methods_and_hooks_of_the_model_are_those_of_the_pipe(way: str):
+def test_pipe_uses_state_dict_methods_of_model(way: str):
     model, plain, calls = Stateful().double(), Stateful().double(), list[str]()
     if way != "pickled":  # hooks that are functions here cannot be
         for each in (model, plain):
@@ -176,7 +176,7 @@ def test_state_dict_methods_and_hooks_of_the_model_are_those_of_the_pipe(way: st
     assert model.table.dtype == torch.float32
 
 
-def test_parameters_and_buffers_that_are_set_later_are_used():
+def test_replaced_parameters_and_buffers_are_used():
     model = Jumbled(others=2).double()
     pipe = GPipe(model, devices=["cpu"] * 2)
     model.factor, model.gain = nn.Parameter(torch.tensor(5.0).double()), torch.tensor(3.0)
@@ -186,7 +186,7 @@ def test_parameters_and_buffers_that_are_set_later_are_used():
     torch.testing.assert_close(pipe(**batch())["logits"], model(**batch())["logits"])
 
 
-def test_the_map_of_devices_has_the_names_of_the_model():
+def test_device_map_has_names_of_model():
     model = Model(others=2).double()
     pipe = GPipe(model, devices=["cpu"] * 2)
     assert {name for name, _ in model.named_parameters()} <= pipe.hf_device_map.keys()

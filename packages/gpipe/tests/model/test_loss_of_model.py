@@ -1,4 +1,4 @@
-"""The loss that a model computes itself: that of the plain model for all rows."""
+"""A loss computed by the model matches the plain model on the full batch."""
 
 import copy
 import logging
@@ -61,7 +61,7 @@ class Model(nn.Module):
 
 
 class InTheList(Model):
-    """Has its blocks itself, which compute a row for each token: its loss is not computed from what modules return."""
+    """Its own blocks return one row per token, so its loss is not a function of the outputs of modules."""
 
     def __init__(self, loss: Loss, dtype: torch.dtype = torch.float64) -> None:
         super().__init__(loss, dtype)
@@ -116,7 +116,7 @@ def weighted(logits: Tensor, labels: Tensor, *_: Any) -> Tensor:
 
 
 def scaled_by_items(logits: Tensor, labels: Tensor, ends: Any, items: Any) -> Tensor:
-    """As the losses of transformers."""
+    """Compute the loss like transformers."""
     return tokens(logits, labels) if items is None else tokens(logits, labels, reduction="sum") / items
 
 
@@ -126,7 +126,7 @@ def by_hand_with_items(logits: Tensor, labels: Tensor, ends: Any, items: Any) ->
 
 
 def selected(logits: Tensor, labels: Tensor, *_: Any) -> Tensor:
-    """A mean over elements, of which rows have different numbers."""
+    """Compute a mean over elements, whose number varies per row."""
     kept = labels != IGNORED
     return F.mse_loss(logits[kept].sum(-1), labels[kept].to(logits))
 
@@ -185,7 +185,7 @@ def beyond(logits: Tensor, labels: Tensor, *_: Any) -> Tensor:
 
 
 def unseen(loss: Loss) -> Loss:
-    """A mean of what counts, by labels that no sample has: nothing that is tried makes a difference."""
+    """Return a mean over counted elements; labels that occur in no sample decide, so that trials detect nothing."""
 
     def of_batch(logits: Tensor, labels: Tensor, *_: Any) -> Tensor:
         absent = torch.arange(CLASSES)[~torch.isin(torch.arange(CLASSES), batch(2, 3, 3)["labels"])]
@@ -200,7 +200,7 @@ def cut_off(logits: Tensor, labels: Tensor, *_: Any) -> Tensor:
 
 
 def shifted_by_items(logits: Tensor, labels: Tensor, ends: Any, items: Any) -> Tensor:
-    """As those of causal models: each token predicts the next one."""
+    """Compute the loss of a causal model: each token predicts the next one."""
     return scaled_by_items(logits[:, :-1], labels[:, 1:], ends, items)
 
 
@@ -222,7 +222,7 @@ def batch(count: int, length: int, kept: int) -> dict[str, Tensor]:
 
 
 def assert_same_output(pipe: GPipe, plain: nn.Module, inputs: dict[str, Any]) -> None:
-    """A call gives the whole output, with the loss of all rows, and its gradients."""
+    """Compare the complete output of a call, with the full-batch loss, and its gradients."""
     for model in (pipe, plain):
         model.zero_grad()
     found, expected = pipe(**inputs), plain(**inputs)
@@ -260,7 +260,7 @@ def test_it_is_that_of_the_plain_model(
     items: Any,
     threads: bool,
 ) -> None:
-    """Under a schedule that cannot wait for all rows, it is refused where losses of micro-batches need not add up."""
+    """If losses of micro-batches may not add up, a schedule that cannot wait for the full batch raises."""
     pipe, plain = both(loss, kind)
     pipe.chunks, pipe.checkpoint = chunks, checkpoint
     inputs: dict[str, Any] = batch(count, length, kept)
@@ -304,7 +304,7 @@ class Counting(nn.Linear):
 
 
 class RemembersAnew(Remembers):
-    """In another tensor each time."""
+    """Stores a new tensor each time."""
 
     def forward(self, *args: Any) -> Tensor:
         loss = tokens(*args)
@@ -323,8 +323,8 @@ CHANGES = [(Remembers, None), (lambda: tokens, Counting), (RemembersAnew, None),
 
 
 @pytest.mark.parametrize(("loss", "head"), CHANGES)
-def test_buffers_of_what_follows_the_blocks_change_as_in_the_model(loss: Callable[[], Loss], head: Any) -> None:
-    """Also in the first mini-batch, where each micro-batch computes it too."""
+def test_buffers_after_blocks_change_like_in_model(loss: Callable[[], Loss], head: Any) -> None:
+    """This includes the first mini-batch, in which each micro-batch also computes the end."""
     plain = Model(loss())
     if head is not None:
         plain.head = head()
@@ -336,14 +336,14 @@ def test_buffers_of_what_follows_the_blocks_change_as_in_the_model(loss: Callabl
 
 
 def refused(pipe: GPipe, why: str, error: type[Exception] = ValueError, **given: Any) -> None:
-    """By what needs the loss of all rows."""
+    """Check that a step and an evaluation raise, because they need the full-batch loss."""
     for method in (pipe.step, pipe.evaluate):
         with pytest.raises(error, match=why):
             method(**given)
 
 
 class Otherwise(Model):
-    """Has another loss in training."""
+    """Has a different loss in training."""
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         self.loss = contrast if self.training else tokens
@@ -371,8 +371,8 @@ def test_labels_that_are_missing_are_asked_for() -> None:
     refused(pipe, r"the output must be the loss.*such as labels", TypeError, tokens=batch(4, 3, 3)["tokens"])
 
 
-def test_a_step_in_evaluation_mode_or_of_one_micro_batch_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    """As models of ``from_pretrained`` are in evaluation mode."""
+def test_ineffective_step_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Models of ``from_pretrained`` are in evaluation mode."""
     for training, chunks in ((True, 2), (False, 1)):
         pipe = GPipe(Model(tokens).train(training), devices=["cpu"] * 2, chunks=chunks)
         with caplog.at_level(logging.WARNING, "gpipe"):
@@ -473,7 +473,7 @@ def test_nothing_of_a_run_is_held(fails: bool) -> None:
 
 
 class Tells(Model):
-    """Returns what the first stage computed, also in a block."""
+    """Returns hidden states of the first stage, including one from a block."""
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, ends: Any = None) -> dict[str, Any]:  # type: ignore[override]
         embedded = self.trunk.embed(tokens)
@@ -490,7 +490,7 @@ def test_all_fields_are_returned() -> None:
 
 
 class Beside(Model):
-    """What its modules return follows the rows on another dimension, or not at all: a position for each token."""
+    """Its modules return tensors with rows in a different dimension, or without rows: one position per token."""
 
     def logits(self, tokens: Tensor) -> Tensor:
         places = self.trunk.embed(torch.arange(tokens.shape[1])[None] % CLASSES)
@@ -502,7 +502,7 @@ class Beside(Model):
 
 
 class Masked(Model):
-    """Each token gets those before it in every block, by a mask that is the same for all rows."""
+    """Each token attends to the previous ones in every block, by a mask shared by the batch."""
 
     def __init__(self, loss: Loss) -> None:
         super().__init__(loss)
@@ -518,7 +518,7 @@ class Masked(Model):
 
 
 class Loads(Model):
-    """Its loss needs a number for each expert, which blocks hand on."""
+    """Its loss needs one number per expert, which blocks return."""
 
     def __init__(self, loss: Loss) -> None:
         super().__init__(loss)
@@ -537,7 +537,7 @@ def _expert(layer: Layer, hidden: Tensor, load: Tensor | None) -> tuple[Tensor, 
 
 
 class Album(Trunk):
-    """Puts a picture in the place of each token 0, of which a row may have any number."""
+    """Replaces each token 0, any number per row, by a picture."""
 
     def forward(self, tokens: Tensor, pictures: Tensor) -> Tensor:  # type: ignore[override]
         if int((tokens == 0).sum()) != len(pictures):
@@ -559,7 +559,7 @@ class Pictures(Model):
 
 
 class Clicks(nn.Module):
-    """A loss of itself, probabilities and what was clicked."""
+    """Returns a loss, probabilities and clicks."""
 
     def __init__(self, loss: Loss) -> None:
         super().__init__()
@@ -577,7 +577,7 @@ class Clicks(nn.Module):
 
 
 def clicks(loss: Loss) -> tuple[GPipe, Clicks, dict[str, Tensor]]:
-    """A pipe, the plain model, and a batch whose first micro-batch has no clicks."""
+    """Return a pipe, the plain model, and a batch whose first micro-batch has no clicks."""
     inputs = {"x": torch.randn(7, 3).double(), "clicked": torch.tensor([0, 0, 0, 1, 0, 1, 1]).double()}
     plain = Clicks(loss)
     return GPipe(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=3), plain, inputs
@@ -627,7 +627,7 @@ def with_pictures(*tokens: list[int]) -> dict[str, Tensor]:
     return {"tokens": found, "pictures": pictures, "labels": found}
 
 
-def test_what_has_a_number_of_its_own_for_each_row_grows_with_the_rows() -> None:
+def test_inputs_with_counts_per_row_are_split() -> None:
     plain = Pictures(tokens)
     pipe = GPipe(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=3, in_spec=PICTURES)
     given = with_pictures([0, 1], [2, 3], [0, 0], [4, 5])
@@ -660,7 +660,7 @@ def test_what_has_rows_of_its_own_is_returned() -> None:
         torch.testing.assert_close(found["logits"], expected["logits"], rtol=1e-12, atol=1e-12)
 
 
-def test_a_mean_by_hand_where_each_row_has_a_number_of_its_own() -> None:
+def test_explicit_mean_with_counts_per_row() -> None:
     """The mean may be one over pictures."""
     plain = Pictures(rows)
     pipe = GPipe(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=2, in_spec=PICTURES)
@@ -668,8 +668,8 @@ def test_a_mean_by_hand_where_each_row_has_a_number_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("kind", [Beside, Loads])
-def test_what_does_not_follow_the_rows_is_not_joined(kind: type[Model]) -> None:
-    """A loss that needs it is refused by name, in a step and in a call; one that does not is right."""
+def test_outputs_without_rows_are_not_joined(kind: type[Model]) -> None:
+    """A loss that needs it raises, in a step and in a call. A different loss is right."""
     plain = kind(tokens)
     pipe = GPipe(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=2)
     if kind is Beside:
@@ -683,7 +683,7 @@ def test_what_does_not_follow_the_rows_is_not_joined(kind: type[Model]) -> None:
             method(**batch(4, 5, 3))
 
 
-def test_a_mask_for_all_rows_goes_whole_to_each_micro_batch() -> None:
+def test_shared_mask_is_replicated() -> None:
     def masked(rows: int, length: int) -> dict[str, Any]:
         mask = torch.ones(length, length, dtype=torch.float64).tril()
         return {name: each for name, each in batch(rows, length, 3).items() if name != "ends"} | {"mask": mask}
@@ -699,7 +699,7 @@ def test_a_mask_for_all_rows_goes_whole_to_each_micro_batch() -> None:
         torch.testing.assert_close(found.detach(), expected.detach(), rtol=1e-12, atol=1e-12)
 
 
-def test_backward_hooks_on_what_follows_the_blocks_are_called_once_for_all_rows() -> None:
+def test_backward_hooks_after_blocks_fire_once() -> None:
     plain, seen = Model(tokens), list[list[Tensor]]()
     pipe = GPipe(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=2)
     for model in (plain, pipe):
@@ -712,8 +712,8 @@ def test_backward_hooks_on_what_follows_the_blocks_are_called_once_for_all_rows(
     torch.testing.assert_close(seen[1], seen[0])
 
 
-def test_gradients_in_half_precision_are_as_large_as_those_of_the_mean() -> None:
-    """Seeds of sums would overflow: these are 60,000 times those of a mean, at the loss."""
+def test_half_precision_gradients_are_scaled_like_mean() -> None:
+    """Seeds of a sum would overflow, as they are 60,000 times as large as for a mean."""
     torch.manual_seed(0)
     plain = Model(lambda *arguments: 2000 * tokens(*arguments), torch.float16)
     pipe = GPipe(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=4)

@@ -46,12 +46,12 @@ def test_a_slow_block_is_alone_on_its_stage(blocks: int, data: st.DataObject) ->
     assert divide(model, 3, costs=partial(seconds_of, rounds)).balance == [at, 1, blocks - at - 1]
 
 
-def test_a_pipe_is_balanced_by_seconds_with_a_sample() -> None:
+def test_sample_balances_pipe_by_time() -> None:
     with closing(GPipe(slowest(4, 2), devices=["cpu"] * 3, sample=rows(4))) as pipe:
         assert pipe.balance == [2, 1, 1]
 
 
-def test_a_slow_block_is_divided_where_it_is_slow() -> None:
+def test_slow_block_is_divided_at_slow_part() -> None:
     inner = nn.Sequential(slow(300), slow(1), slow(300))
     model = Residuals(nn.Linear(3, 3), inner, nn.Linear(3, 3))
     with closing(GPipe(model, devices=["cpu"] * 2, sample=rows(4))) as pipe:
@@ -86,7 +86,7 @@ names = st.sampled_from(["a", "a.0", "a.1", "b", "c", "c.0", "c.1"])
 
 
 @given(st.lists(st.lists(st.tuples(names, st.floats(0, 9)), max_size=9), min_size=1, max_size=3))
-def test_the_costs_of_coarse_and_fine_blocks_add_up_to_the_same(rounds: list[list[tuple[str, float]]]) -> None:
+def test_costs_add_up_for_any_granularity(rounds: list[list[tuple[str, float]]]) -> None:
     spans = [[Span(None, 1.0), *(Span(*each) for each in one)] for one in rounds[:1]]
     total = sum(span.seconds for span in spans[0])
     for blocks in (["a", "b", "c"], ["a.0", "a.1", "b", "c"], ["a", "b", "c.0", "c.1"], ["b"]):
@@ -140,7 +140,7 @@ def test_any_model_is_measured(told: Told, stages: int) -> None:
 
 
 @pytest.mark.parametrize("sample", [rows(4), (rows(4),), {"x": rows(4)}, Arguments((rows(4),), {}), Replicate(rows(4))])
-def test_a_sample_is_what_the_model_is_called_with(sample: Any) -> None:
+def test_sample_is_passed_like_call_arguments(sample: Any) -> None:
     with closing(GPipe(slowest(4, 2), devices=["cpu"] * 3, sample=sample)) as pipe:
         assert pipe.balance == [2, 1, 1]
 
@@ -174,7 +174,7 @@ def test_an_error_of_the_model_names_the_sample() -> None:
     assert "Residuals was called with the sample, to measure its blocks" in caught.value.__notes__
 
 
-def test_a_model_that_does_not_fit_on_a_device_is_balanced_by_bytes(
+def test_oversized_model_is_balanced_by_bytes(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: Any, **__: Any) -> None:

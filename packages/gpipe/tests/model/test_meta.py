@@ -1,4 +1,4 @@
-"""Models without data are loaded part by part, and refused where they would have to run."""
+"""Models on meta are loaded part by part, and raise if they would have to run."""
 
 import copy
 import pickle
@@ -26,7 +26,7 @@ def test_in_one_line_and_with_copies() -> None:
 
 
 class Owner(Model):
-    """Initialises its modules as models of Hugging Face do, also those that are in other layers."""
+    """Initializes its modules like Hugging Face models, including modules inside other layers."""
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, Owner):
@@ -56,7 +56,7 @@ RUNS: dict[str, Callable[[nn.Sequential, Tensor], object]] = {
 
 
 @pytest.mark.parametrize("what", RUNS)
-def test_what_runs_a_model_says_that_it_has_no_data(what: str) -> None:
+def test_running_meta_model_raises(what: str) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""The order in which a model uses its modules is found by a forward without data."""
+"""A forward on meta tensors determines the order in which a model uses its modules."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from .forwards import Told, models
 
 
 class Backwards(nn.Module):
-    """Registers its modules in another order than the one in which it uses them."""
+    """Registers its modules in a different order than it uses them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Backwards(nn.Module):
         return self.head(x * self.scale)
 
 
-def test_blocks_and_what_is_outside_of_them_come_in_the_order_of_their_use() -> None:
+def test_blocks_and_rest_are_ordered_by_use() -> None:
     pipe = GPipe(Backwards(), devices=["cpu"] * 2, sample=torch.arange(4))
     assert pipe.block_names == ["first.0", "first.1", "second.0", "second.1"]
     first, last = ([name for name, _ in part.named_parameters()] for part in pipe.partitions)
@@ -49,7 +49,7 @@ def test_blocks_that_are_named_keep_their_order() -> None:
 
 
 @given(models(without=("branch",)))
-def test_the_order_is_that_of_the_calls_and_nothing_changes(told: Told) -> None:
+def test_order_of_calls_is_found_without_changes(told: Told) -> None:
     model = told.model()
     blocks = divide(model, 1).blocks
     seen: list[str] = []
@@ -88,7 +88,7 @@ class Lazy(Backwards):
         return super().forward(x) * self.kept
 
 
-def test_what_the_forward_keeps_without_data_is_not_kept() -> None:
+def test_state_set_during_meta_forward_is_reset() -> None:
     model, x = Lazy(), torch.arange(4)
     before = {name: {**vars(module)} for name, module in model.named_modules()}
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -102,7 +102,7 @@ def test_what_the_forward_keeps_without_data_is_not_kept() -> None:
     assert pipe(x).isfinite().all()
 
 
-def test_a_forward_that_needs_values_of_its_blocks_keeps_the_order_of_registration(caplog: Any) -> None:
+def test_value_dependent_forward_keeps_registration_order(caplog: Any) -> None:
     class Reading(Backwards):
         def forward(self, x: Tensor) -> Tensor:
             x = self.embed(x)

@@ -1,4 +1,4 @@
-"""What a forward keeps where all forwards can reach it is as in a plain loop of micro-batches, or refused."""
+"""State that is shared by all forwards is handled like in a plain loop of micro-batches, or raises."""
 
 import copy
 import threading
@@ -28,7 +28,7 @@ class Waiting(nn.Linear):
 
 
 class Keeping(nn.Module):
-    """Calls ``before`` before its blocks, and multiplies the output of the last one by what ``after`` returns."""
+    """Calls ``before`` before its blocks, and multiplies their output by the result of ``after``."""
 
     def __init__(self, before: Callable[..., Any], after: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ def computed(pipe: GPipe, how: str, x: Tensor) -> None:
 
 @pytest.mark.parametrize("how", ["call", "evaluate", "1f1b", "fill_drain"])
 @pytest.mark.parametrize(("before", "after"), SHARED)
-def test_a_tensor_that_a_later_micro_batch_has_kept_is_refused(
+def test_tensor_stored_by_later_micro_batch_raises(
     before: Callable[..., None], after: Callable[..., Tensor], how: str
 ) -> None:
     model = Keeping(before, after)
@@ -137,7 +137,7 @@ def test_a_tensor_that_a_later_micro_batch_has_kept_is_refused(
             computed(pipe, how, torch.randn(ROWS, WIDTH))
 
 
-def test_what_a_later_stage_keeps_for_the_next_micro_batch_is_refused() -> None:
+def test_state_from_later_stage_raises() -> None:
     def get_and_set(model: Any, x: Tensor) -> Tensor:
         model.kept = x.detach()
         return x
@@ -190,7 +190,7 @@ def counted(model: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "before", [in_a_variable, from_the_micro_batch_before, in_a_table, by_index, built_once, counted]
 )
-def test_what_a_plain_loop_would_find_too_is_equal(before: Callable[..., Tensor], schedule: str) -> None:
+def test_shared_state_matches_plain_loop(before: Callable[..., Tensor], schedule: str) -> None:
     model = Keeping(before, lambda model, own: own)
     plain, x = copy.deepcopy(model.layers), torch.randn(ROWS, WIDTH)
     whole = Keeping(before, model.after)

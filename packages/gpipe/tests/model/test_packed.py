@@ -1,4 +1,4 @@
-"""Weights of a tensor subclass with few operations, as of quantizing libraries: frozen, beside adapters that train."""
+"""Frozen weights of a tensor subclass with few operations, as in quantization libraries, with trained adapters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALLOWED = {aten.detach.default, aten.t.default, aten.mm.default, aten.addmm.defa
 
 
 class Packed(Tensor):
-    """Integers and a scale. It cannot be added, compared, copied to another type, or reduced."""
+    """Integers and a scale. It does not support addition, comparison, conversion or reductions."""
 
     @staticmethod
     def __new__(cls, codes: Tensor, scale: Tensor, turned: bool = False) -> Packed:

@@ -1,4 +1,4 @@
-"""What each stage holds: all of the model, each tensor under its own name."""
+"""The stages together hold the entire model, under its own names."""
 
 from itertools import accumulate
 
@@ -12,7 +12,7 @@ from .forwards import Told, models
 
 
 @given(models(), st.integers(1, 5))
-def test_parts_hold_the_tensors_of_the_model_under_its_names(told: Told, stages: int) -> None:
+def test_parts_have_tensors_and_names_of_model(told: Told, stages: int) -> None:
     model = told.model()
     parts = parts_of(model, divide(model, stages))
     for kind in ("named_parameters", "named_buffers"):
@@ -23,7 +23,7 @@ def test_parts_hold_the_tensors_of_the_model_under_its_names(told: Told, stages:
 
 
 @given(models(), st.integers(1, 5))
-def test_each_block_is_in_the_part_of_its_stage(told: Told, stages: int) -> None:
+def test_blocks_are_in_part_of_their_stage(told: Told, stages: int) -> None:
     model = told.model()
     division = divide(model, stages)
     blocks, balance, _ = division
@@ -35,7 +35,7 @@ def test_each_block_is_in_the_part_of_its_stage(told: Told, stages: int) -> None
 
 
 @given(models(), st.integers(2, 5))
-def test_what_is_outside_of_blocks_follows_the_block_before_it(told: Told, stages: int) -> None:
+def test_modules_outside_blocks_follow_previous_block(told: Told, stages: int) -> None:
     model = told.model()
     division = divide(model, stages)
     parts = parts_of(model, division)

@@ -1,4 +1,4 @@
-"""What a pipe returns of the output of its model."""
+"""The part of the model's output that a pipe returns."""
 
 import pickle
 import re
@@ -61,7 +61,7 @@ PICKS: list[tuple[Any, Callable[[Any], Any]]] = [
 @pytest.mark.parametrize(("pick", "function"), PICKS)
 @pytest.mark.parametrize("sample", [None, rows(2)])
 @pytest.mark.parametrize("times", [1, 2])
-def test_the_output_is_what_is_picked_of_the_model_s(pick: Any, function: Any, sample: Any, times: int) -> None:
+def test_pick_selects_part_of_output(pick: Any, function: Any, sample: Any, times: int) -> None:
     with closing(GPipe(made(Fields), devices=["cpu"] * 2, chunks=3, pick=pick, sample=sample)) as pipe:
         plain = plain_of(pipe)
         for _ in range(times):
@@ -110,7 +110,7 @@ def test_what_is_no_pick_is_refused() -> None:
 @pytest.mark.parametrize(
     ("kind", "found"), [(Fields, "a dict with the fields logits, norm, others"), (Attributes, "a Returned without it")]
 )
-def test_a_field_that_the_output_has_not_is_refused_by_name(kind: type[Residuals], found: str) -> None:
+def test_pick_of_missing_field_raises(kind: type[Residuals], found: str) -> None:
     error = re.escape(f"pick='loss' names no field of the output, {found}")
     with closing(GPipe(made(kind), devices=["cpu"] * 2, pick="loss")) as pipe, pytest.raises(ValueError, match=error):
         pipe(rows(7).to(DOUBLE))

@@ -68,7 +68,7 @@ class Block(nn.Module):
 
 
 class Row(nn.Module):
-    """Calls its blocks one after the other, and keeps the input of the first."""
+    """Runs its blocks in sequence, and stores the input of the first."""
 
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
@@ -148,7 +148,9 @@ def by_pipes(case: Case, x: Tensor) -> list[Tensor]:
             WAYS[case.way](),
         ):
             found = [trained(pipe, x, [layers, model], step=case.step) for _ in range(2)]
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+    # Blocks call the inner pipe in any order of their micro-batches, which affects sums of more than two gradients.
+    exact = {} if "in a block" in case.places and len(case.places) > 1 else {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(found[1], found[0], **exact)
     return found[0]
 
 
@@ -177,7 +179,7 @@ def _recomputable(case: Case) -> Case:
 @example(Case(frozenset({"between"}), own_forward=False, is_registered=False, step=True))
 @example(Case(frozenset({"in a block"}), around="device", is_registered=False))
 @example(Case(frozenset({"first", "last"}), around="device", way="inline"))
-def test_a_model_that_calls_a_pipe_trains_as_with_the_plain_model(case: Case) -> None:
+def test_model_calling_pipe_trains_like_plain(case: Case) -> None:
     inner, x = inner_of(case), rows(5)
     plain = around(inner, case)
     torch.testing.assert_close(by_pipes(case, x), trained(plain, x, [inner, plain], step=case.step))
@@ -237,8 +239,8 @@ class Mode(TorchFunctionMode):
 
 
 @given(st.integers(0, 2), st.integers(0, 2), st.integers(-2, 2))
-def test_a_mode_that_is_off_is_not_there_and_returns_to_its_place(around: int, inside: int, change: int) -> None:
-    """Also if other modes were entered or left in between, as by ``torch.set_default_device``."""
+def test_disabled_mode_returns_to_its_place(around: int, inside: int, change: int) -> None:
+    """More modes may be entered or exited in between, for example by ``torch.set_default_device``."""
     before = [*function_modes()]
     between, outer, inner = Between(Looks()), [Mode() for _ in range(around)], [Mode() for _ in range(inside)]
     others = [Mode() for _ in range(change)]

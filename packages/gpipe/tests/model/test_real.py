@@ -1,4 +1,4 @@
-"""Models as real ones are written: several lists, residuals, what is read of tensors, and what later parts use."""
+"""Realistic models: several lists, residuals, values read from tensors, and values used by later stages."""
 
 import copy
 from collections.abc import Callable, Iterable
@@ -33,7 +33,7 @@ def loss_of(output: dict[str, Tensor]) -> Tensor:
 def test_it_trains_as_the_model_does(
     problem: tuple[dict[str, Any], dict[str, Any]], schedule: str, data: st.DataObject
 ):
-    """Also one that was built without data."""
+    """The model may be on meta."""
     options, kinds = problem
     (model, plain), init = pair(**options), None
     if data.draw(st.booleans()):
@@ -51,7 +51,7 @@ def test_it_trains_as_the_model_does(
     torch.testing.assert_close(model(**inputs)["logits"], plain(**inputs)["logits"])
 
 
-def test_arguments_may_be_none_in_one_batch_and_there_in_the_next():
+def test_arguments_may_be_none_in_some_batches():
     model, plain = pair()
     pipe = GPipe(model, devices=["cpu"] * 2, chunks=2)
     inputs = batch(mask=False)
@@ -61,7 +61,7 @@ def test_arguments_may_be_none_in_one_batch_and_there_in_the_next():
 
 
 def stages() -> nn.Module:
-    """As convolutional networks are: several sequential lists, called as a whole."""
+    """Return a model like a convolutional network: several sequential lists, called as a whole."""
 
     def row(count: int) -> nn.Module:
         return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(count)))
@@ -114,7 +114,7 @@ def test_several_lists_train_as_in_the_model(make: Callable[[], nn.Module], devi
 
 
 class Told(Model):
-    """What is written in ``forward`` is given."""
+    """A model with the given ``forward``."""
 
     def __init__(self, told: Callable[..., Any], others: int = 0) -> None:
         super().__init__(others=others)
@@ -144,14 +144,14 @@ def _by_forward(model: Told, x: Tensor) -> Tensor:
 
 
 def _asked(model: Told, x: Tensor) -> Tensor:
-    """What is made depends on the parameters that a part has, all of which belong to other layers."""
+    """Create tensors from the parameters of a submodule, which all belong to other layers."""
     hidden = model.embed(x.to(next(model.body.parameters()).dtype))
     hidden = model.past(model.through(hidden))
     return model.head(hidden * torch.ones((), dtype=next(model.body.parameters()).dtype))
 
 
 def _stepwise(model: Told, x: Tensor) -> Tensor:
-    """A parameter and a module are used after every block, and what a block is given depends on its class."""
+    """Use a parameter and a module after every block, with arguments that depend on the block's class."""
     hidden = model.embed(x)
     for block in model.body.blocks:
         given = (hidden, None) if isinstance(block, Mix) else (hidden, hidden)
@@ -160,7 +160,7 @@ def _stepwise(model: Told, x: Tensor) -> Tensor:
 
 
 def _in_place(model: Told, x: Tensor) -> Tensor:
-    """What a module returned is changed before the blocks, and used after them; not in evaluation."""
+    """Modify a module's output before the blocks, and use it after them; not in evaluation."""
     first = model.embed(x)
     aside = model.middle(first)
     aside *= model.factor
@@ -169,7 +169,7 @@ def _in_place(model: Told, x: Tensor) -> Tensor:
 
 
 def _like(model: Told, x: Tensor) -> Tensor:
-    """A mask gets the dtype of what the block before returned, of which nothing else is used."""
+    """Convert a mask to the dtype of the previous block's output, which is not used otherwise."""
     hidden, mask = model.embed(x), (x > 0).any(1, keepdim=True)
     for k, block in enumerate(model.body.blocks):
         hidden = block(hidden, mask.to(hidden) if k % 2 else mask.type_as(hidden))[0]
@@ -181,7 +181,7 @@ WAYS = [_long_skip, _asked, _stepwise, _in_place, _like]
 
 @pytest.mark.parametrize("told", WAYS)
 @pytest.mark.parametrize("others", [0, 2])
-def test_what_later_parts_use_of_earlier_ones_skips_those_between(told: Callable[..., Any], others: int):
+def test_values_for_later_stages_skip_those_between(told: Callable[..., Any], others: int):
     torch.manual_seed(1)
     model = Told(told, others=others).double()
     plain = copy.deepcopy(model)
@@ -208,7 +208,7 @@ def checkpointed(function: Callable[[nn.Module, Tensor], Tensor]) -> Callable[..
 
 @pytest.mark.parametrize("reduction", ["mean", None])
 @pytest.mark.parametrize("mode", ["always", "never"])
-def test_a_checkpoint_of_the_model_s_own_is_of_a_block_alone_or_refused(mode: str, reduction: str | None) -> None:
+def test_model_checkpointing_works_per_block_or_raises(mode: str, reduction: str | None) -> None:
     x, given = batch()["x"], {"loss_fn": lambda output: output.square().mean(), "reduction": reduction}
     model = Told(checkpointed(lambda block, y: block(y, None)[0])).double()
     plain = copy.deepcopy(model)
@@ -226,9 +226,9 @@ def test_a_checkpoint_of_the_model_s_own_is_of_a_block_alone_or_refused(mode: st
         pipe.step(x, **given)
 
 
-@pytest.mark.parametrize("mode", ["never", "except_last", "always"])  # "offload" is refused, in engine/test_saved.py
+@pytest.mark.parametrize("mode", ["never", "except_last", "always"])  # see engine/test_saved.py for "offload"
 @pytest.mark.parametrize("how", ["save_on_cpu", "own hooks"])
-def test_what_the_model_saves_elsewhere_is_as_in_the_model(how: str, mode: str) -> None:
+def test_saved_tensor_hooks_of_model_work(how: str, mode: str) -> None:
     graph = torch.autograd.graph
     hooks = {"save_on_cpu": graph.save_on_cpu, "own hooks": lambda: graph.saved_tensors_hooks(torch.clone, torch.clone)}
 
@@ -247,7 +247,7 @@ def test_what_the_model_saves_elsewhere_is_as_in_the_model(how: str, mode: str) 
     torch.testing.assert_close(gradients(model), gradients(plain))
 
 
-def test_a_hook_that_is_set_later_is_seen_by_every_part_that_uses_the_module():
+def test_later_hook_applies_to_all_stages():
     model = Told(_long_skip).double()
     x = batch()["x"]
     with closing(GPipe(model, devices=["cpu"] * 2, chunks=2)) as pipe:
@@ -269,7 +269,7 @@ class Packs(nn.Linear):
 
 
 class Realistic(nn.Module):
-    """With dataclasses, a list of parameters, a computed weight, a batch as its argument, and an attribute it sets."""
+    """Has dataclasses, a parameter list, a computed weight, a batch as its argument, and sets an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -309,7 +309,7 @@ def scaled(s: Layer, x: Tensor) -> Tensor:
     return s.loss(s.net(x) * s.scale, x.new_ones(len(x), 3))
 
 
-def test_without_lists_the_modules_that_are_called_are_blocks():
+def test_called_modules_become_blocks_without_lists():
     model, x = Layer(scaled, net=net(), scale=nn.Parameter(torch.ones(3)), loss=nn.MSELoss()), torch.randn(4, 2)
     pipe = GPipe(model, devices=["cpu"] * 2, chunks=2)
     assert pipe.block_names == ["net.first", "net.second"]
@@ -361,7 +361,7 @@ class Padded(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_an_encoder_with_a_mask_of_padding_needs_tensors_that_are_not_nested() -> None:
+def test_padded_encoder_requires_disabling_nested_tensors() -> None:
     x, padding = torch.randn(4, 5, 4), torch.arange(5) >= torch.tensor([[5], [3], [4], [2]])
     model = Padded(enable_nested_tensor=False)
     with closing(GPipe(model, devices=["cpu"] * 2, chunks=2)) as pipe:
@@ -394,7 +394,7 @@ def _reads_a_buffer(model: Told, x: Tensor) -> Tensor:
     st.sampled_from([0, 2]),
     st.integers(0, 9),
 )
-def test_numbers_that_a_forward_reads_are_those_of_each_micro_batch(told: Callable[..., Any], others: int, seed: int):
+def test_numbers_read_by_forward_are_per_micro_batch(told: Callable[..., Any], others: int, seed: int):
     torch.manual_seed(seed)
     model = Told(told, others=others)
     model.register_buffer("level", torch.tensor(0))
@@ -420,7 +420,7 @@ values = st.sampled_from([None, 1, 2, "a tensor"])
 
 
 @given(values, values)
-def test_numbers_that_a_block_returns_are_those_of_each_batch(then: Any, now: Any):
+def test_numbers_returned_by_blocks_are_per_batch(then: Any, now: Any):
     model = Told(_uses_what_blocks_return)
     model.body.blocks = nn.ModuleList(Layer(_passing, nn.Linear(WIDTH, WIDTH)) for _ in range(2))
     x = torch.randn(4, 2)
@@ -459,7 +459,7 @@ SIZES: dict[str, Callable[[Tensor], int]] = {
 
 
 class Halves(nn.Module):
-    """Each block halves an image, and the forward makes something of how large it is then."""
+    """Blocks halve an image, and the forward computes with its size."""
 
     def __init__(self, asked: list[str], *, as_argument: bool) -> None:
         super().__init__()
@@ -484,7 +484,7 @@ class Halves(nn.Module):
     st.booleans(),
     st.lists(st.sampled_from([16, 24, 32, 40]), min_size=2, max_size=3),
 )
-def test_sizes_that_a_forward_asks_for_are_those_of_each_batch(asked: list[str], as_argument: bool, widths: list[int]):
+def test_sizes_read_by_forward_are_per_batch(asked: list[str], as_argument: bool, widths: list[int]):
     model = Halves(asked, as_argument=as_argument)
     with closing(GPipe(model, devices=["cpu"] * 2, chunks=2)) as pipe:
         for width in widths:
@@ -492,7 +492,7 @@ def test_sizes_that_a_forward_asks_for_are_those_of_each_batch(asked: list[str],
             torch.testing.assert_close(pipe(image), model(image))
 
 
-def test_the_loss_of_all_rows_has_the_sizes_of_each_batch():
+def test_full_batch_loss_has_sizes_of_batch():
     model = Halves(["shape", "size"], as_argument=False)
 
     def batch(rows: int, width: int) -> dict[str, Tensor]:

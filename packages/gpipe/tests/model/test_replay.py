@@ -1,4 +1,4 @@
-"""What depends on all rows is computed once for all of them, from what blocks have returned for micro-batches."""
+"""Computations on the full batch run once, on the joined outputs of blocks."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -22,7 +22,7 @@ from .test_forward import done
 
 @dataclass
 class Found:
-    """As the outputs of models of Hugging Face."""
+    """An output like Hugging Face models return."""
 
     loss: Tensor | None = None
     logits: Tensor | None = None
@@ -30,7 +30,7 @@ class Found:
 
 
 class Judged(Residuals):
-    """Computes its own loss, of the similarities of all rows with each other."""
+    """Computes its own loss from the similarities of all pairs of rows."""
 
     def forward(self, x: Tensor, labels: Tensor | None = None, num_items_in_batch: Any = None) -> Found:
         hidden = [self.embed(x)]
@@ -57,7 +57,7 @@ sizes = st.tuples(st.integers(1, 7), st.integers(1, 4), st.integers(1, 4))
 
 
 @given(sizes, st.sampled_from(MODES), st.integers(1, 3))
-def test_a_loss_of_all_rows_is_that_of_the_model(size: tuple[int, int, int], mode: str, steps: int) -> None:
+def test_full_batch_loss_matches_model(size: tuple[int, int, int], mode: str, steps: int) -> None:
     count, chunks, stages = size
     x, labels = rows(count), rows(count) + 1
     with closing(GPipe(judged(), devices=["cpu"] * stages, chunks=chunks, checkpoint=mode)) as pipe:
@@ -72,7 +72,7 @@ def test_a_loss_of_all_rows_is_that_of_the_model(size: tuple[int, int, int], mod
 
 
 @given(sizes, st.sampled_from(MODES))
-def test_an_output_is_that_of_the_model_whatever_its_class(size: tuple[int, int, int], mode: str) -> None:
+def test_outputs_of_any_class_match_model(size: tuple[int, int, int], mode: str) -> None:
     count, chunks, stages = size
     x, labels = rows(count, grad=True), rows(count) + 1
     with closing(GPipe(judged(), devices=["cpu"] * stages, chunks=chunks, checkpoint=mode)) as pipe:
@@ -85,7 +85,7 @@ def test_an_output_is_that_of_the_model_whatever_its_class(size: tuple[int, int,
         assert_same(pipe, plain)
 
 
-def test_the_input_gets_the_gradient_of_all_its_uses() -> None:
+def test_input_gets_gradients_of_all_uses() -> None:
     found = []
     for make in (lambda m: m, two_stages):
         model = judged()
@@ -101,7 +101,7 @@ def test_the_input_gets_the_gradient_of_all_its_uses() -> None:
     torch.testing.assert_close(found[1], found[0])
 
 
-def test_outputs_of_a_step_are_those_of_all_rows() -> None:
+def test_step_returns_outputs_of_full_batch() -> None:
     x, labels = rows(6), rows(6) + 1
     with closing(two_stages(judged())) as pipe:
         expected = plain_of(pipe)(x, labels)
@@ -112,10 +112,10 @@ def test_outputs_of_a_step_are_those_of_all_rows() -> None:
             assert not output.logits.requires_grad
 
 
-def test_metrics_and_outputs_of_a_loss_of_all_rows() -> None:
+def test_metrics_and_outputs_of_full_batch_loss() -> None:
     def loss_fn(output: Found, labels: Tensor) -> Any:
         loss = similar(output, labels)
-        output.logits.mul_(0)  # what is returned is as the model has returned it
+        output.logits.mul_(0)  # returned outputs are unmodified
         return loss, {"least": labels.min(), "similar": loss.detach()}
 
     x, labels = rows(6), rows(6) + 1
@@ -128,7 +128,7 @@ def test_metrics_and_outputs_of_a_loss_of_all_rows() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "fill_drain"])
-def test_a_loss_of_the_model_may_be_added_up_by_the_number_of_items(schedule: str) -> None:
+def test_model_loss_may_be_summed_by_items(schedule: str) -> None:
     x, labels, items = rows(7), rows(7) + 1, torch.tensor(5.0)
     with closing(two_stages(judged())) as pipe:
         plain = plain_of(pipe)
@@ -139,7 +139,7 @@ def test_a_loss_of_the_model_may_be_added_up_by_the_number_of_items(schedule: st
         assert_same(pipe, plain)
 
 
-def test_a_loss_of_unknown_rule_is_refused_under_a_schedule_that_cannot_wait() -> None:
+def test_unknown_reduction_raises_under_eager_schedule() -> None:
     with closing(two_stages(judged())) as pipe, pytest.raises(ValueError, match="Judged computes a loss"):
         pipe.step(x=rows(6), labels=rows(6), schedule="1f1b")
 
@@ -155,13 +155,13 @@ def test_evaluate_gives_the_loss_of_all_rows(way: Callable[[], Any]) -> None:
         assert not pipe.training
 
 
-def test_with_an_out_spec_outputs_of_microbatches_are_joined() -> None:
+def test_out_spec_joins_outputs_of_micro_batches() -> None:
     x = rows(7)
     with closing(two_stages(residuals(), out_spec=Split(0))) as pipe:
         torch.testing.assert_close(pipe(x), plain_of(pipe)(x))
 
 
-def test_with_an_in_spec_some_arguments_are_not_cut() -> None:
+def test_in_spec_may_replicate_arguments() -> None:
     class Shifted(Residuals):
         def forward(self, x: Tensor, shift: Tensor) -> Tensor:
             return super().forward(x + shift)
@@ -172,7 +172,7 @@ def test_with_an_in_spec_some_arguments_are_not_cut() -> None:
         torch.testing.assert_close(pipe(x=x, shift=shift), plain_of(pipe)(x, shift))
 
 
-def test_a_forward_that_calls_other_blocks_for_all_rows_is_refused() -> None:
+def test_different_blocks_for_full_batch_raise() -> None:
     class Large(Residuals):
         def forward(self, x: Tensor) -> Tensor:
             x = self.embed(x)
@@ -188,13 +188,13 @@ def test_a_forward_that_calls_other_blocks_for_all_rows_is_refused() -> None:
         assert loss.isfinite()
 
 
-def test_an_output_of_a_block_that_has_no_rows_is_refused_where_the_model_uses_it() -> None:
+def test_using_block_output_without_rows_raises() -> None:
     model = of_function(lambda s, x: s.m[0](x).sum(0))
     with closing(two_stages(model)) as pipe, pytest.raises(RuntimeError, match=r"block 'layers\.\d'"):
         pipe(rows(6))
 
 
-def test_a_loss_of_torch_is_added_up_by_itself() -> None:
+def test_losses_of_torch_are_recognized() -> None:
     x, target = rows(7), rows(7) + 1
     with closing(two_stages(residuals())) as pipe:
         plain = plain_of(pipe)
@@ -217,7 +217,7 @@ class Sides(nn.Module):
 
 
 class Sided(Residuals):
-    """Hands on what its first block returns, changed, to all others."""
+    """Passes the first block's output, modified, to every other block."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
@@ -229,7 +229,7 @@ class Sided(Residuals):
 
 @pytest.mark.parametrize("how", ["call", "whole", "evaluate"])
 @pytest.mark.parametrize("mode", MODES)
-def test_hooks_see_no_call_but_those_of_micro_batches(mode: str, how: str) -> None:
+def test_hooks_fire_only_for_micro_batches(mode: str, how: str) -> None:
     model = Sided(
         Sides(), *(Layer(lambda s, x, sides: s.m[0](x) * sides.sum(0)[:, None], nn.Linear(3, 3)) for _ in range(3))
     )

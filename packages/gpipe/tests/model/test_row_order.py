@@ -1,4 +1,4 @@
-"""Blocks that get the rows of the full mini-batch in another order than those of micro-batches are refused."""
+"""Blocks that get the rows of the full mini-batch in a different order than micro-batches raise."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -20,9 +20,7 @@ Change = Callable[[Tensor], Tensor]
 
 
 @given(st.permutations(range(6)), st.integers(0, 1), st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
-def test_another_order_is_seen_and_other_values_are_not_taken_for_one(
-    order: list[int], dim: int, dtype: torch.dtype
-) -> None:
+def test_reordering_is_distinguished_from_other_values(order: list[int], dim: int, dtype: torch.dtype) -> None:
     whole = torch.randn(6, 5, 40, generator=torch.Generator().manual_seed(1)).to(dtype).movedim(0, dim)
     numbers, parts = numbers_of(whole, dim), whole.index_select(dim, torch.tensor(order)).chunk(3, dim)
     found = are_in_order([numbers_of(part, dim) for part in parts], numbers, dtype)
@@ -94,7 +92,7 @@ def test_it_is_refused_where_outputs_are_joined(changes: tuple[Change, Change], 
 @pytest.mark.parametrize("at", [0, 2])
 @pytest.mark.parametrize("how", ["call", "whole"])
 @pytest.mark.parametrize("name", RIGHT)
-def test_rows_in_the_same_order_are_those_of_the_model(name: str, how: str, at: int, chunks: int) -> None:
+def test_rows_in_same_order_match_model(name: str, how: str, at: int, chunks: int) -> None:
     model, x = made(at, *RIGHT[name]), rows(6)
     with closing(GPipe(model, devices=["cpu"] * 3, chunks=chunks)) as pipe:
         plain = plain_of(pipe)

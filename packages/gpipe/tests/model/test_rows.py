@@ -1,4 +1,4 @@
-"""What a block has returned for micro-batches is joined where its rows are."""
+"""Outputs of a block for micro-batches are joined in the dimension of the rows."""
 
 import torch
 from hypothesis import given
@@ -23,9 +23,7 @@ def test_parts_are_joined_where_arguments_have_rows(
 
 
 @given(shape=SHAPES, data=st.data(), rows=st.lists(st.integers(1, 4), min_size=2, max_size=4))
-def test_numbers_of_rows_that_differ_say_more_than_arguments(
-    shape: list[int], data: st.DataObject, rows: list[int]
-) -> None:
+def test_uneven_rows_determine_the_dimension(shape: list[int], data: st.DataObject, rows: list[int]) -> None:
     dim = data.draw(st.integers(0, len(shape) - 1))
     whole = torch.randn([*shape[:dim], sum(rows), *shape[dim + 1 :]])
     found = joined(whole.split(rows, dim), [rows], [])
@@ -37,7 +35,7 @@ def test_numbers_of_rows_that_differ_say_more_than_arguments(
         assert torch.equal(found, whole.split(rows, dim)[0])
 
 
-def test_an_argument_of_the_same_size_counts_more_than_others() -> None:
+def test_argument_of_equal_size_has_priority() -> None:
     size = torch.Size([12, 2, 8])
     mask, positions = Argument(torch.Size([12, 12, 2]), 2), Argument(torch.Size([24, 8]), NOWHERE)
     assert dim_by([mask, positions], size) == UNKNOWN
@@ -45,16 +43,16 @@ def test_an_argument_of_the_same_size_counts_more_than_others() -> None:
     assert dim_by([mask, Argument(torch.Size([12, 2]), 1)], size) == UNKNOWN
 
 
-def test_what_is_in_no_known_order_is_not_joined() -> None:
-    parts = torch.randn(7, 2).split([3, 4])  # as of an expert, which gets some of the tokens
+def test_outputs_in_unknown_order_are_not_joined() -> None:
+    parts = torch.randn(7, 2).split([3, 4])  # like an expert, which gets some of the tokens
     assert joined(parts, [[2, 2]], [Argument(torch.Size([3, 2]), 0)]) is None
     assert joined([torch.randn(()), torch.randn(())], [[2, 2]], [Argument(torch.Size([2, 3]), 0)]) is None
 
 
-def test_entries_that_are_a_multiple_of_the_rows_are_joined_if_arguments_have_as_many() -> None:
+def test_multiples_of_rows_are_joined_like_arguments() -> None:
     rows, hidden = [2, 2], Argument(torch.Size([2, 5, 8]), 0)
     tokens = [torch.randn(10, 3), torch.randn(10, 3)]
     found = joined(tokens, [rows], [hidden])
     assert found is not None
     assert torch.equal(found, torch.cat(tokens))
-    assert joined([torch.randn(4), torch.randn(4)], [rows], [hidden]) is None  # one for each of four experts
+    assert joined([torch.randn(4), torch.randn(4)], [rows], [hidden]) is None  # one value per expert

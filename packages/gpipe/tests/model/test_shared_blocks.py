@@ -16,7 +16,7 @@ from .test_listings import expect_listed
 
 WIDTH, ROWS = 4, 6
 Program = list[tuple[int, str]]
-"""The numbers of cells in the order in which they are called, and what is computed after each."""
+"""The indices of cells in the order of calls, and the operation after each."""
 
 
 def new_cell() -> Layer:
@@ -93,9 +93,7 @@ schedules = st.sampled_from(["1f1b", "fill_drain", "zero_bubble"])
 
 @settings(max_examples=settings.default.max_examples // 2)
 @given(programs, modes, schedules, st.data())
-def test_each_call_is_a_layer_wherever_the_pipe_is_cut(
-    program: Program, mode: str, schedule: str, data: st.DataObject
-) -> None:
+def test_calls_of_shared_blocks_are_layers(program: Program, mode: str, schedule: str, data: st.DataObject) -> None:
     plain, has_data = made(program, listed=data.draw(st.booleans())), data.draw(st.booleans())
     model, state = copy.deepcopy(plain).to(None if has_data else "meta"), None if has_data else plain.state_dict()
     names = [f"cells.{cell}" for cell in sorted({cell for cell, _ in program})]
@@ -132,7 +130,7 @@ def test_blocks_may_be_called_in_another_order_later(order: list[int], other: li
             torch.testing.assert_close(pipe(batch()), model(batch()))
 
 
-def test_dropout_of_each_call_is_the_same_in_the_recomputation() -> None:
+def test_recomputation_repeats_dropout_of_each_call() -> None:
     found, made_once = [], made([(0, "")] * 3, [nn.Sequential(new_cell(), nn.Dropout(0.5))])
     for mode in ("never", "always"):
         model = copy.deepcopy(made_once)
@@ -144,7 +142,7 @@ def test_dropout_of_each_call_is_the_same_in_the_recomputation() -> None:
 
 
 def counting(s: Layer, hidden: Tensor) -> Tensor:
-    """It knows how often it was called."""
+    """Count calls, and let the result depend on the count."""
     s.calls += 1
     return s.m[0](hidden) * s.calls
 
@@ -166,7 +164,7 @@ def remembering(s: Layer, hidden: Tensor) -> Tensor:
 )
 @pytest.mark.parametrize("mode", ["always", "never"])
 def test_what_one_call_leaves_for_the_next(own: nn.Module, mode: str) -> None:
-    """In a single micro-batch, it is what the plain model leaves."""
+    """The state matches the plain model's if there is a single micro-batch."""
     model = made([(0, "")] * 3, [copy.deepcopy(own)])
     plain = copy.deepcopy(model)
     with closing(GPipe(model, devices=["cpu"] * 2, chunks=1, checkpoint=mode)) as pipe:

@@ -1,4 +1,4 @@
-"""What may change between the forward of a checkpointed pipe and its backward: whatever no recomputation uses."""
+"""Changes between a checkpointed forward and its backward are allowed if no recomputation uses the values."""
 
 from __future__ import annotations
 

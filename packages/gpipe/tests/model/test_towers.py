@@ -1,4 +1,4 @@
-"""Blocks that compute something else than rows, such as pictures, of which rows have different numbers."""
+"""Blocks that process something other than rows, such as pictures, whose number varies per row."""
 
 import copy
 from contextlib import closing
@@ -20,7 +20,7 @@ WIDTH, MOST = 4, 3
 
 
 class Seeing(nn.Module):
-    """Reads the pictures of each text: all that are given, or those of a padded list that are not zeros."""
+    """Encodes the pictures of each text: all given ones, or the nonzero ones of a padded list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,10 +62,8 @@ def new(chunks: int, *, padded: bool, **options: Any) -> tuple[GPipe, Seeing]:
 
 
 @given(numbers, st.integers(1, 4), st.booleans())
-def test_a_loss_that_only_blocks_bring_to_pictures_is_that_of_the_plain_model(
-    numbers: list[int], chunks: int, padded: bool
-) -> None:
-    """Whether it is known how many pictures each micro-batch has, or the model selects them."""
+def test_loss_through_blocks_of_pictures_matches(numbers: list[int], chunks: int, padded: bool) -> None:
+    """The pictures per micro-batch are known, or selected by the model."""
     pipe, plain = new(chunks, padded=padded)
     inputs = batch(numbers, padded=padded)
     expected = plain(**inputs)["loss"]
@@ -77,7 +75,7 @@ def test_a_loss_that_only_blocks_bring_to_pictures_is_that_of_the_plain_model(
 
 
 @given(numbers, st.integers(1, 4), st.booleans())
-def test_the_output_is_joined_where_entries_are_in_order(numbers: list[int], chunks: int, padded: bool) -> None:
+def test_output_in_order_is_joined(numbers: list[int], chunks: int, padded: bool) -> None:
     pipe, plain = new(chunks, padded=padded)
     inputs = batch(numbers, padded=padded)
     with closing(pipe):
@@ -86,13 +84,13 @@ def test_the_output_is_joined_where_entries_are_in_order(numbers: list[int], chu
 
 
 class Backwards(Seeing):
-    """Gets its pictures in the other order, which is another one for all texts than for those of micro-batches."""
+    """Reverses its pictures, so that the order differs between the full batch and micro-batches."""
 
     def forward(self, texts: Tensor, numbers: Tensor, pictures: Tensor) -> dict[str, Tensor]:
         return super().forward(texts, numbers, pictures[pictures.any(2)].flip(0))
 
 
-def test_an_output_in_another_order_is_refused_unless_it_is_not_picked() -> None:
+def test_picked_output_in_different_order_raises() -> None:
     inputs, plain = batch([1, 2, 1, 2, 1, 2], padded=True), Backwards()
     for pick in (None, "seen"):
         pipe = GPipe(plain, devices=["cpu"] * 3, chunks=3, pick=pick)
@@ -103,7 +101,7 @@ def test_an_output_in_another_order_is_refused_unless_it_is_not_picked() -> None
 
 
 class Routing(Seeing):
-    """Gives each expert the rows that it likes best, in this order: another one for all rows than for a few."""
+    """Sorts rows by score for each expert, so that the order differs between the full batch and micro-batches."""
 
     def forward(self, texts: Tensor) -> Tensor:
         found = torch.zeros_like(texts)
@@ -117,7 +115,7 @@ class Routing(Seeing):
 
 
 @given(st.integers(2, 9), st.integers(2, 4))
-def test_experts_that_get_rows_in_another_order_may_feed_blocks(rows: int, chunks: int) -> None:
+def test_reordered_rows_of_experts_may_feed_blocks(rows: int, chunks: int) -> None:
     texts = torch.randn(rows, WIDTH, dtype=torch.double, generator=torch.Generator().manual_seed(rows))
     torch.manual_seed(0)
     plain = Routing()

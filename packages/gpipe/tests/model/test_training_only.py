@@ -1,4 +1,4 @@
-"""What a forward does in training, or beside computing, is as in the model, or refused by name."""
+"""Training-only behavior and side effects of a forward match the model, or raise."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -138,7 +138,7 @@ def by_micro_batch(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("told", EQUAL, ids=lambda told: told.__name__)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_what_happens_in_training_only_is_as_in_the_model(told: Callable[..., Tensor], checkpoint: str):
+def test_training_only_behavior_matches_model(told: Callable[..., Tensor], checkpoint: str):
     model = made(told)
     expected = copy.deepcopy(model)
     by_micro_batch(expected)
@@ -180,7 +180,7 @@ def replaced(model: Told, x: Tensor, scale: float) -> Tensor:
 
 
 def kept_by_a_block(model: Told, x: Tensor, scale: float) -> Tensor:
-    """As models of experts keep losses that balance them."""
+    """Use losses stored by blocks, like the balancing losses of experts."""
     found = plain(model, x, scale)
     for block in model.blocks:
         found = found + block.kept.mean()
@@ -224,9 +224,7 @@ def loss_of(output: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("told", ALSO_EQUAL, ids=lambda told: told.__name__)
 @pytest.mark.parametrize("reduction", ["mean", None])
-def test_what_a_forward_does_with_all_its_parameters_or_in_other_modes_is_as_in_the_model(
-    told: Callable[..., Tensor], reduction: str | None
-) -> None:
+def test_using_all_parameters_or_modes_matches_model(told: Callable[..., Tensor], reduction: str | None) -> None:
     model = made(told)
     expected = copy.deepcopy(model)
     by_micro_batch(expected) if reduction else loss_of(expected(batch())).backward()
@@ -262,7 +260,7 @@ def test_what_would_differ_silently_is_refused_by_name(told: Callable[..., Tenso
         getattr(pipe, method)(batch(), loss_fn=loss_of)
 
 
-def test_a_tensor_that_is_set_on_a_block_for_good_is_no_fault() -> None:
+def test_permanent_tensor_on_block_is_allowed() -> None:
     model = made(plain)
     model.blocks[1].shift = torch.full((WIDTH,), 0.5, dtype=torch.float64)
     expected = copy.deepcopy(model)
@@ -278,7 +276,7 @@ def remembers(s: Layer, x: Tensor) -> Tensor:
     return s.m[0](x), s.table
 
 
-def test_what_a_block_keeps_and_returns_in_every_call_is_no_fault() -> None:
+def test_stored_and_returned_tensor_is_allowed() -> None:
     def told(model: Told, x: Tensor, scale: float) -> Tensor:
         hidden = model.embed(x)
         for block in model.blocks:
@@ -295,7 +293,7 @@ def test_what_a_block_keeps_and_returns_in_every_call_is_no_fault() -> None:
             torch.testing.assert_close(found, loss_of(expected(batch())).detach())
 
 
-def test_blocks_that_are_dropped_at_random_are_those_of_each_micro_batch_or_refused() -> None:
+def test_layer_drop_is_per_micro_batch_or_raises() -> None:
     def told(model: Told, x: Tensor, scale: float) -> Tensor:
         hidden = model.embed(x)
         for block in model.blocks:
@@ -320,7 +318,7 @@ def changes(model: Told, x: Tensor, scale: float) -> Tensor:
 
 
 def normed(model: Told, x: Tensor, scale: float) -> Tensor:
-    """Batch norm changes its statistics without another version of these."""
+    """Use batch norm, which updates its statistics without a new version."""
     return plain(model, model.norm(model.embed(x)) @ model.embed.weight, scale)
 
 
@@ -341,7 +339,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("told", [*EQUAL, changes, normed], ids=lambda told: told.__name__)
-def test_making_a_pipe_leaves_no_trace_in_the_model(told: Callable[..., Tensor]):
+def test_creating_a_pipe_does_not_change_model(told: Callable[..., Tensor]):
     model = made(told)
     with unchanged(model):
         piped(model).close()
@@ -361,7 +359,7 @@ class Halved(nn.Module):
 
 
 @pytest.mark.parametrize("trains", [True, False])
-def test_blocks_that_hold_other_tensors_for_a_call_are_those_of_the_model_or_refused(trains: bool) -> None:
+def test_temporary_tensors_on_blocks_match_or_raise(trains: bool) -> None:
     model, x = Halved(), torch.randn(12, 4)
     before, expected = [*model.parameters()], model(x).square().sum()
     for stages in (1, 3):

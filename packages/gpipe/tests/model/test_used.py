@@ -1,4 +1,4 @@
-"""An output for all rows has the values that the model uses, whatever it or its blocks do with tensors."""
+"""Full-batch outputs have the values that the model uses, whatever it or its blocks do with tensors."""
 
 import copy
 from collections.abc import Callable
@@ -103,7 +103,7 @@ WAYS["returned_twice"] = returned_twice, (Block, Maybe, Block, Maybe)
 
 
 def spread(output: Tensor) -> Tensor:
-    """A loss of all rows."""
+    """Compute a loss that mixes rows."""
     return (output - output.mean(0)).square().sum().sqrt()
 
 
@@ -128,7 +128,7 @@ def test_it_is_the_output_of_the_plain_model(way: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_a_block_that_changes_what_the_model_uses_later_is_refused(checkpoint: str) -> None:
+def test_block_modifying_tensor_used_later_raises(checkpoint: str) -> None:
     def forward(net: Net, x: Tensor) -> Tensor:
         first = net.blocks[0](x)
         total = first.sum()

@@ -91,7 +91,7 @@ def model_of(kind: str, reads: bool = False) -> Model:
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_later_blocks_see_what_earlier_ones_write(kind: str, stages: int, how: str, checkpoint: str) -> None:
-    if how == "call" and "list" in kind:  # of which the model might ask the length
+    if how == "call" and "list" in kind:  # the model might read the list's length
         with pytest.raises(RuntimeError, match=r"block 'layers\.0' modifies a list or dict"):
             losses_and_gradients(model_of(kind), how, stages, checkpoint)
         return
@@ -99,13 +99,13 @@ def test_later_blocks_see_what_earlier_ones_write(kind: str, stages: int, how: s
     torch.testing.assert_close(losses_and_gradients(model_of(kind), how, stages, checkpoint), expected)
 
 
-def test_the_model_reads_what_blocks_write_where_its_forwards_are_whole() -> None:
+def test_model_reads_values_written_by_blocks() -> None:
     expected = losses_and_gradients(model_of("list", reads=True), "call", 0, "never")
     torch.testing.assert_close(losses_and_gradients(model_of("list", reads=True), "1f1b", 3, "always"), expected)
 
 
-def test_the_model_cannot_read_it_where_blocks_are_not_called_again() -> None:
-    """Nor is an output refused that a block also writes."""
+def test_model_cannot_read_written_values_in_replay() -> None:
+    """An output that a block also writes is allowed."""
     with pytest.raises(RuntimeError, match=r"a tensor that block 'layers\.\d' has put into a list or dict"):
         losses_and_gradients(model_of("dict", reads=True), "call", 3, "never")
 
@@ -150,7 +150,7 @@ READ: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any, Tensor], Any]]] = 
 @pytest.mark.parametrize("how", ["call", "whole", "1f1b", "zero_bubble"])
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize("name", READ)
-def test_what_the_model_reads_is_as_in_the_model_or_refused(name: str, stages: int, how: str, mode: str) -> None:
+def test_read_values_match_model_or_raise(name: str, stages: int, how: str, mode: str) -> None:
     make, add = READ[name]
     model, x = Collecting(*(Adding(add) for _ in range(4))), rows(6)
     model.made = make
@@ -218,7 +218,7 @@ def count(found: dict[str, Any], y: Tensor) -> None:
 
 
 @pytest.mark.parametrize("how", ["call", "1f1b"])
-def test_numbers_that_a_block_writes_are_refused_where_blocks_are_not_called_again(how: str) -> None:
+def test_numbers_written_by_block_raise_in_replay(how: str) -> None:
     model, x = Counting(*(Adding(count) for _ in range(4))), rows(6)
     with closing(GPipe(model, devices=["cpu"] * 3, chunks=3)) as pipe:
         plain = plain_of(pipe)

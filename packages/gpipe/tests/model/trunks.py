@@ -76,7 +76,7 @@ def pair(**options: Any) -> tuple[nn.Module, nn.Module]:
 
 @st.composite
 def models(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any]]:
-    """How to make a model, and its batches."""
+    """Draw options for a model, and for its batches."""
     options = {
         "blocks": draw(st.integers(2, 4)),
         "others": draw(st.sampled_from([0, 2, 3])),

@@ -1,4 +1,4 @@
-"""Arguments of a pipe: whatever is given, it is taken as it is meant, or refused by name, and nothing has changed."""
+"""Arguments of a pipe: each is used as documented, or raises an error naming it, and nothing has changed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,12 +31,12 @@ nonsense = st.one_of(
     st.just(torch.tensor(2.5)),
 )
 MENTIONED = {"devices": "'meta'", "balance": "too few devices"}
-"""What an error names instead: what cannot be moved there, or how many of both there are."""
+"""Substrings that errors contain instead of the name: the immovable device, or the count."""
 NAMES = ("balance", "devices", "chunks", "checkpoint", "deferred_batch_norm")
 
 
 def refused(make: Callable[[], object]) -> str | None:
-    """What an error says, of one of the types that an argument may be refused with."""
+    """Return the message of a permitted error, or None if there was none."""
     try:
         make()
     except (TypeError, ValueError, IndexError) as error:
@@ -57,7 +57,7 @@ def refused(make: Callable[[], object]) -> str | None:
 @example({"balance": torch.tensor(2.5)})
 @example({"devices": torch.tensor(2.5)})
 @example({"deferred_batch_norm": "no"})
-def test_any_argument_is_taken_or_refused_by_name_and_nothing_has_changed(arguments: dict[str, Any]) -> None:
+def test_arguments_are_accepted_or_raise_naming_them(arguments: dict[str, Any]) -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), nn.BatchNorm1d(3), nn.Linear(3, 3))
     before, pipes = state(model), []
     options = {"balance": [1, 2], "devices": ["cpu", "cpu"], **arguments}
@@ -88,7 +88,7 @@ def test_a_device_that_torch_does_not_know(device: Any) -> None:
         GPipe(linears(), [1, 2], devices=["cpu", device])
 
 
-def test_a_device_that_torch_can_use_but_not_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_without_streams_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = linears()
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: None)
     with pytest.raises(
@@ -111,7 +111,7 @@ def test_an_accelerator_without_streams_or_events(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("name", ["balance", "devices", "partitions"])
 @pytest.mark.parametrize("value", [None, [3], nn.ModuleList()])
-def test_what_says_how_layers_are_divided_cannot_be_set(name: str, value: Any) -> None:
+def test_division_of_layers_cannot_be_set(name: str, value: Any) -> None:
     pipe = piped(linears(), [1, 2], chunks=2)
     before = repr(pipe)
     with pytest.raises(AttributeError, match=rf"{name} of a pipe cannot be set; build a new pipe, .*GPipe\("):

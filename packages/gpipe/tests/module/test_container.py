@@ -1,4 +1,4 @@
-"""The container of a pipe's layers: computed as the plain model computes it, or refused by the name of what is lost."""
+"""Containers of layers: a pipe matches the plain model, or raises an error naming the lost feature."""
 
 from __future__ import annotations
 
@@ -84,9 +84,7 @@ KINDS = {OnlyNamed: "", nn.Sequential: "", Residual: "'forward'", Scaled: "'__ca
 
 
 @given(st.sampled_from(list(KINDS)), st.sets(st.sampled_from(sorted(BELONGINGS)), max_size=3))
-def test_any_container_is_computed_or_refused_by_the_name_of_what_is_lost(
-    kind: type[nn.Sequential], belongings: set[str]
-) -> None:
+def test_containers_match_or_raise_naming_lost_feature(kind: type[nn.Sequential], belongings: set[str]) -> None:
     model = of(kind)
     for name in belongings:
         BELONGINGS[name](model)
@@ -103,7 +101,7 @@ def test_any_container_is_computed_or_refused_by_the_name_of_what_is_lost(
 
 
 @pytest.mark.parametrize("kind", [Residual, Scaled, Frozen, Twice, Mixed])
-def test_as_a_layer_it_may_do_what_it_likes(kind: type[nn.Sequential]) -> None:
+def test_nested_containers_are_unrestricted(kind: type[nn.Sequential]) -> None:
     model = nn.Sequential(of(kind), *linears(1))
     for name in ("forward hooks", "parameters 'scale'", "buffers 'mean'"):
         BELONGINGS[name](model[0])

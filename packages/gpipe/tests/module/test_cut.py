@@ -1,4 +1,4 @@
-"""How a pipe cuts a mini-batch: as torch.chunk, unless a layer with statistics would be left with a single row."""
+"""A mini-batch is split like torch.chunk, unless a layer with statistics would get a single row."""
 
 import copy
 
@@ -33,18 +33,14 @@ def sizes_of(count: int, chunks: int, deferred: bool) -> list[int]:
         (3, 8, [1, 1, 1], [1, 1, 1]),
     ],
 )
-def test_no_micro_batch_has_one_row_where_batch_norm_is_deferred(
-    count: int, chunks: int, plain: list[int], deferred: list[int]
-) -> None:
+def test_deferred_batch_norm_avoids_single_rows(count: int, chunks: int, plain: list[int], deferred: list[int]) -> None:
     assert sizes_of(count, chunks, False) == plain
     assert sizes_of(count, chunks, True) == deferred
 
 
 @settings(max_examples=settings.default.max_examples // 2)
 @given(st.integers(2, 12), st.integers(1, 6), st.sampled_from(MODES), st.booleans())
-def test_statistics_are_those_of_the_mini_batch_for_any_rows(
-    count: int, chunks: int, mode: str, converted: bool
-) -> None:
+def test_statistics_match_mini_batch_for_any_rows(count: int, chunks: int, mode: str, converted: bool) -> None:
     """Torch's batch norm fails on a single row."""
     plain = nn.Sequential(linears(1)[0], nn.BatchNorm1d(3, dtype=DOUBLE), linears(2)[1])
     layers = copy.deepcopy(plain)
@@ -52,7 +48,7 @@ def test_statistics_are_those_of_the_mini_batch_for_any_rows(
         layers = DeferredBatchNorm.convert_deferred_batch_norm(layers, chunks)
     pipe = GPipe(layers, [1, 2], devices=["cpu"] * 2, chunks=chunks, checkpoint=mode, deferred_batch_norm=not converted)
     target = rows(count)
-    if -(-count // chunks) < 2:  # one row each, as was asked for
+    if -(-count // chunks) < 2:  # one row per micro-batch, as requested
         with pytest.raises(ValueError, match="more than 1 value per channel"):
             pipe.step(rows(count), target, loss_fn=F.mse_loss)
         return

@@ -1,4 +1,4 @@
-"""Layers that scale gradients by frequencies train as the plain model, or are refused by name."""
+"""Layers that scale gradients by frequency train like the plain model, or raise an error naming them."""
 
 import copy
 from typing import Any
@@ -28,7 +28,7 @@ def model(kind: str, **options: Any) -> nn.Sequential:
     st.integers(1, 4),
     st.lists(st.integers(0, 3), min_size=8, max_size=8),
 )
-def test_gradients_are_those_of_the_plain_model_or_refused(
+def test_frequency_scaled_gradients_match_or_raise(
     kind: str, scales: bool, is_frozen: bool, chunks: int, words: list[int]
 ) -> None:
     plain = model(kind, scale_grad_by_freq=scales)

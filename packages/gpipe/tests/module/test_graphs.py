@@ -1,4 +1,4 @@
-"""CUDA graphs in layers are refused by name, wherever they hide; what torch.compile does without them works."""
+"""CUDA graphs in layers raise an error, wherever they are hidden. torch.compile works without them."""
 
 import copy
 import warnings
@@ -37,7 +37,7 @@ PLAIN: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def compiler() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the compiler's own making, also as it is imported
+        warnings.simplefilter("ignore")  # caused by the compiler, even during its import
         torch._dynamo.reset()
         yield
         torch._dynamo.reset()
@@ -103,7 +103,7 @@ def left(module: nn.Module, schedule: str | None) -> list[Any]:
     return [*trained(module, x, schedule), x.grad, *[p.grad for p in module.parameters()]]
 
 
-def test_while_another_thread_compiles_layers_draw_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_compilation_does_not_affect_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe, found = GPipe(nn.Sequential(nn.Dropout(), nn.Dropout()), [2], devices=["cpu"], checkpoint="always"), []
     for compiling in (False, True):
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda answer=compiling: answer)

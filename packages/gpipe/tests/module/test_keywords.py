@@ -21,7 +21,7 @@ from ..schedules import ALONE
 
 
 class Several(nn.Module):
-    """Takes arguments by name."""
+    """A layer with keyword arguments."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None, scale: float = 1.0, *, shift: Tensor | None = None) -> Any:
         x = x if mask is None else x * mask
@@ -63,7 +63,7 @@ def without_x(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 @given(keywords, st.sampled_from(CALLS), st.integers(1, 7), st.sampled_from(ALONE), st.booleans())
-def test_every_way_to_give_keywords_trains_like_the_model(
+def test_keywords_train_like_the_model(
     batch: dict[str, Any], call: Callable[..., Any], chunks: int, schedule: str, inline: bool
 ):
     plain = model(Several())
@@ -77,7 +77,7 @@ def test_every_way_to_give_keywords_trains_like_the_model(
 
 
 class Mean(nn.Module):
-    """Takes a mapping, beside keywords that may have the names of its keys."""
+    """Takes a mapping, and keywords that may have the names of its keys."""
 
     def forward(self, batch: Any, x: Any = None, **options: Any) -> Tensor:
         assert x is None
@@ -99,7 +99,7 @@ X, Y = rows(), rows().abs()
 def test_a_mapping_is_one_argument(
     layer: type[nn.Module], kind: Callable[[Any], Any], masked: bool, chunks: int, inline: bool
 ):
-    """As in a call of any module, whatever the names of its keys and of the layer's arguments are."""
+    """The names of its keys, and of the layer's arguments, do not matter."""
     plain, batch = model(layer()), {"x": X, "mask": Y} if masked else {"x": X}
     expected = F.mse_loss(plain(batch), Y)
     expected.backward()
@@ -112,7 +112,7 @@ def test_a_mapping_is_one_argument(
 
 
 class Clashing(nn.Module):
-    """Has the names of step's own."""
+    """Has parameters with names of step's parameters."""
 
     def forward(self, x: Tensor, target: Any = None, reduction: str = "none", input: Any = 0.0) -> Tensor:  # noqa: A002
         return x + input if target is None else x + target

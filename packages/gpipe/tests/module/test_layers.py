@@ -1,4 +1,4 @@
-"""The layers of a pipe and of its partitions are the same, and remain those that it was made of."""
+"""A pipe and its partitions hold the same layers, which are fixed once it is created."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ PAST: dict[str, Callable[[GPipe], Any]] = {
     "from one partition to another": lambda pipe: setattr(pipe.partitions[0], "1", pipe.partitions[1].pop(0)),
     "partitions, another one": lambda pipe: pipe.partitions.__setitem__(0, linears()),
 }
-"""What changes the layers of the pipe or of its partitions."""
+"""Ways to change the layers of a pipe or of its partitions."""
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -40,7 +40,7 @@ def test_a_layer_cannot_be_replaced(name: str) -> None:
 
 @pytest.mark.parametrize("name", PAST)
 @pytest.mark.parametrize("run", [lambda pipe: pipe(rows()), lambda pipe: pipe.step(rows(), loss_fn=torch.sum)])
-def test_layers_changed_past_the_pipe_are_told_of_before_anything_runs(name: str, run: Any) -> None:
+def test_changed_layers_raise_before_running(name: str, run: Any) -> None:
     pipe, called = piped(linears(), [1, 2], chunks=2), []
     for each in pipe:
         each.register_forward_hook(lambda *_: called.append(None))
@@ -50,7 +50,7 @@ def test_layers_changed_past_the_pipe_are_told_of_before_anything_runs(name: str
     assert not called
 
 
-def test_a_new_pipe_of_the_layers_goes_on_with_the_optimizer() -> None:
+def test_new_pipe_of_layers_keeps_optimizer() -> None:
     model = linears(5)
     before, plain = piped(model, [1, 4], chunks=2), copy.deepcopy(model)
     adam = [torch.optim.Adam(each.parameters(), 0.1) for each in (before, plain)]
@@ -62,7 +62,7 @@ def test_a_new_pipe_of_the_layers_goes_on_with_the_optimizer() -> None:
     torch.testing.assert_close(pipe.state_dict(), plain.state_dict())
 
 
-def test_a_parameter_of_the_pipe_itself_is_trained_and_saved_as_on_the_plain_model() -> None:
+def test_parameter_of_pipe_is_trained_and_saved() -> None:
     """Such as the weights of several losses."""
     pipe, model = piped(linears(), [1, 2], chunks=2), linears()
     for each in (pipe, model):
@@ -77,15 +77,15 @@ def test_a_parameter_of_the_pipe_itself_is_trained_and_saved_as_on_the_plain_mod
 
 @pytest.fixture
 def replaces_parameters() -> Iterator[None]:
-    """As for devices of another type: a module that is moved, or changes its dtype, gets new parameters."""
+    """A module that is moved, or changes its dtype, gets new parameters, as on some device types."""
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     yield
     torch.__future__.set_overwrite_module_params_on_conversion(False)
 
 
 @pytest.mark.usefixtures("replaces_parameters")
-def test_parameters_remain_themselves_where_torch_would_replace_them() -> None:
-    """So they remain tied, with their gradients, and an optimizer that was made before trains them."""
+def test_parameters_keep_their_identity() -> None:
+    """They stay tied and keep their gradients, and an existing optimizer trains them."""
     model = linears(3)
     model[2].weight = model[0].weight
     model(rows()).sum().backward()

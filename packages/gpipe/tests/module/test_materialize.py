@@ -23,7 +23,7 @@ from ..schedules import balances
 SLOW = settings(suppress_health_check=[HealthCheck.too_slow])
 # Their constructors compute with the values of their weights, which torch cannot do on meta.
 COMPUTED = ("orthogonal",)
-# What has no reset_parameters(), although it owns parameters or buffers.
+# Layers that own parameters or buffers, but have no reset_parameters().
 HELPLESS = ("weight norm", "orthogonal", "spectral norm", "buffers", "unused parameter")
 
 
@@ -55,7 +55,7 @@ def assert_equal_state(found: nn.Module, expected: nn.Module) -> None:
 
 
 def looks(model: nn.Module) -> dict[str, Any]:
-    """What must be the same of a model after an error: objects, and what they are, but not their values."""
+    """Return everything that must be unchanged after an error: objects and their metadata, but not their values."""
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {
         "tensors": {
@@ -101,9 +101,9 @@ def uniform(module: nn.Module) -> None:
 @SLOW
 @pytest.mark.parametrize("reset", [True, False])
 @given(st.data(), st.integers(0, 99))
-def test_what_draws_values_draws_those_of_the_plain_model(reset: bool, data: st.DataObject, seed: int) -> None:
-    """Those of its constructor, or what a function does to all of its modules, in order."""
-    # A frozen batch norm draws its running mean, which is no reset.
+def test_random_initialization_matches_plain_model(reset: bool, data: st.DataObject, seed: int) -> None:
+    """Values are initialized by constructors, or by a function applied to all modules in order."""
+    # A frozen batch norm initializes its running mean randomly, which is not a reset.
     without = (*HELPLESS, "frozen batch norm") if reset else ("orthogonal", "weight norm", "spectral norm")
     names, balance = data.draw(balanced(without))
     torch.manual_seed(seed)
@@ -173,10 +173,10 @@ def rotary() -> nn.Module:
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_on_any_error_the_model_is_as_it_was(what: str) -> None:
+def test_errors_leave_model_unchanged(what: str) -> None:
     make, init, error, message = REFUSED[what]
     model = on_meta(make)
-    model.append(nn.Linear(2, 2))  # with data, at the end
+    model.append(nn.Linear(2, 2))  # materialized, at the end
     if isinstance(init, Mapping):
         init = {**init, f"{len(model) - 1}.weight": torch.ones(2, 2), f"{len(model) - 1}.bias": torch.ones(2)}
     before = looks(model)
@@ -186,7 +186,7 @@ def test_on_any_error_the_model_is_as_it_was(what: str) -> None:
 
 
 class Resets(nn.Linear):
-    """Has a buffer that its constructor computes, and a reset."""
+    """Has a buffer that its constructor computes, and a reset method."""
 
     def __init__(self) -> None:
         super().__init__(8, 8)
@@ -227,7 +227,7 @@ def test_tied_weights_stay_tied(missing: str | None) -> None:
     assert_equal_state(pipe, plain)
 
 
-def test_no_more_than_one_layer_is_in_memory_beside_the_stages() -> None:
+def test_at_most_one_extra_layer_in_memory() -> None:
     model = on_meta(lambda: nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)) for _ in range(8))))
     sizes = [sum(tensor.nbytes for tensor in layer.state_dict().values()) for layer in model]
     with AllocationTracker() as tracker:
@@ -257,7 +257,7 @@ def whole_folder(state: dict[str, Tensor], folder: Path) -> Path:
 
 
 def indexed_folder(state: dict[str, Tensor], folder: Path) -> Path:
-    """As ``save_pretrained()`` of Hugging Face writes it: several files, and an index of them."""
+    """Save a state dict in the format of Hugging Face's ``save_pretrained()``: several files and an index."""
     save = pytest.importorskip("safetensors.torch").save_file
     names = list(state)
     parts = {f"model-{k}-of-3.safetensors": names[k::3] for k in range(3)}
@@ -374,7 +374,7 @@ def test_packed_weights(form: str, saved: str) -> None:
 
 
 @pytest.mark.parametrize(("form", "part"), [("layers", "weight.scale"), ("rows", "SCB")])
-def test_a_packed_checkpoint_of_a_model_that_is_not(form: str, part: str) -> None:
+def test_packed_checkpoint_of_unquantized_model_raises(form: str, part: str) -> None:
     plain = FORMS[form]().to("cpu")
     model = on_meta(lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))))
     with pytest.raises(ValueError, match=rf"unexpected: '0\.{part}'.*needs a model with quantized layers"):

@@ -1,4 +1,4 @@
-"""Known layers that compute a row from all rows of a micro-batch are named once, if they are trained so."""
+"""Known layers that mix the rows of a micro-batch are reported once, if they are trained that way."""
 
 import logging
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What ``checkpoint`` may be, and what it must not."""
+"""Valid and invalid values of ``checkpoint``."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("modes", "kind", "says"), WRONG)
-def test_what_is_no_mode_is_refused_and_changes_nothing(modes: Any, kind: type[Exception], says: str) -> None:
+def test_invalid_mode_raises_and_changes_nothing(modes: Any, kind: type[Exception], says: str) -> None:
     with pytest.raises(kind, match=says):
         piped(linears(3), [2, 1], checkpoint=modes)
     pipe: GPipe = piped(linears(3), [2, 1], checkpoint="always")

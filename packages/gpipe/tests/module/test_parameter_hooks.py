@@ -1,4 +1,4 @@
-"""Hooks of parameters fire once a run, with the whole gradient, as they do in the plain model."""
+"""Parameter hooks fire once per run, with the complete gradient, like in the plain model."""
 
 from typing import Any
 
@@ -30,8 +30,8 @@ def test_optimizer_in_the_backward(mode: str):
 
 
 @pytest.mark.parametrize(("counted", "times"), [(False, 3), (True, 1)])
-def test_hooks_of_a_free_tensor_fire_once_a_micro_batch(counted: bool, times: int) -> None:
-    """A tensor that a layer closes over is nobody's parameter: nobody knows of it before its gradient arrives."""
+def test_hooks_of_free_tensor_fire_per_micro_batch(counted: bool, times: int) -> None:
+    """A tensor in a layer's closure is not a parameter, so it is unknown until its gradient arrives."""
     free = torch.ones(3, dtype=rows(6).dtype, requires_grad=True)
     calls: list[Tensor] = []
     free.register_hook(calls.append)
@@ -46,8 +46,8 @@ def test_hooks_of_a_free_tensor_fire_once_a_micro_batch(counted: bool, times: in
     torch.testing.assert_close(torch.stack(calls).sum(0), free.grad)
 
 
-def test_hooks_fire_twice_where_a_parameter_is_reached_twice() -> None:
-    """Once with what comes through the pipe, and once with the caller's own use of the parameter."""
+def test_hooks_fire_per_use_of_parameter() -> None:
+    """They fire for the gradient through the pipe, and for the caller's own use of the parameter."""
     pipe = piped(linears(), [1, 2], chunks=2)
     weight = pipe[0].weight
     calls: list[Tensor] = []

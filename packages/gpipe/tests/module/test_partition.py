@@ -1,4 +1,4 @@
-"""Cutting a module: every layer lands in one partition, and what cannot be cut is refused with what was wrong."""
+"""Partitioning a module: every layer is in one partition, and errors name the cause."""
 
 import copy
 from collections import OrderedDict
@@ -119,7 +119,7 @@ def test_data_parallel_is_refused() -> None:
 
 
 def test_scales_of_packed_weights_move_with_them():
-    """Some libraries have them in a dict."""
+    """The scales may be in a dict."""
 
     class Packed(nn.Module):
         def __init__(self):

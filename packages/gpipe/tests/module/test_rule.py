@@ -1,4 +1,4 @@
-"""Any loss is the loss of the whole mini-batch: known to add up over micro-batches, or computed once on all rows."""
+"""Any loss is computed for the full mini-batch: summed over micro-batches if possible, or else once."""
 
 import gc
 import logging
@@ -29,8 +29,8 @@ PAD, CLASSES = -100, 3
 Function = Callable[..., Any]
 
 
-# Losses that people write, as compositions. Each step takes the values so far, one or more for each row, and labels, of
-# which those of -100 do not count.
+# Losses that people write, as compositions. Each step takes the values so far, one or more per row, and labels, with
+# -100 for ignored ones.
 
 
 def kept(labels: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ def witnessed() -> nn.Sequential:
 
 
 def assert_piped(pipe: GPipe, count: int, chunks: int) -> None:
-    """Each layer ran in a worker, once for each micro-batch."""
+    """Check that each layer ran on a worker, once per micro-batch."""
     sizes = [len(each) for each in torch.zeros(count).chunk(chunks)]
     for layer in pipe:
         if isinstance(layer, Witness):
@@ -187,7 +187,7 @@ def plain(model: nn.Module, x: Tensor, loss_fn: Function, target: Any) -> tuple[
 def test_any_loss_is_that_of_the_plain_model(
     loss_fn: Loss, target: Tensor, chunks: int, mode: str, schedule: str | None
 ) -> None:
-    """By default. Under a schedule by its name it is, or nothing has changed and the error says what to do."""
+    """A schedule that cannot wait for the loss raises an error with a remedy, and changes nothing."""
     x, model, count = rows(len(target)), witnessed(), len(target)
     loss, metrics = plain(model, x, loss_fn, target)
     assume(bool(loss.isfinite()) and loss.requires_grad)
@@ -269,10 +269,8 @@ def squares(model: nn.Module) -> Tensor:
         (F.mse_loss, {}, "1f1b", "1f1b"),
     ],
 )
-def test_a_step_takes_the_best_schedule_that_the_loss_allows(
-    loss_fn: Function, options: dict[str, Any], before: str, after: str
-) -> None:
-    """What has returned a LossSum once is known to do so; but with metrics, which would change then, it is not."""
+def test_step_uses_best_schedule_for_loss(loss_fn: Function, options: dict[str, Any], before: str, after: str) -> None:
+    """A loss that has returned a LossSum is remembered; not with metrics, whose values would change."""
     model = linears()
     squares(model).backward()
     for schedule in (None, "auto", "AUTO"):
@@ -290,7 +288,7 @@ def test_a_step_takes_the_best_schedule_that_the_loss_allows(
 
 
 @pytest.mark.parametrize("schedule", [*ALONE, "zbv", "dualpipev"])
-def test_a_sum_and_a_count_goes_with_every_schedule(schedule: str) -> None:
+def test_loss_sum_works_with_every_schedule(schedule: str) -> None:
     model = linears(4)
     devices = ["cpu:0", "cpu:1", "cpu:1", "cpu:0"] if schedule in ("zbv", "dualpipev") else ["cpu"] * 4
     with closing(GPipe(linears(4), [1] * 4, devices=devices, chunks=3)) as pipe:
@@ -301,7 +299,7 @@ def test_a_sum_and_a_count_goes_with_every_schedule(schedule: str) -> None:
 
 @pytest.mark.parametrize("text", ["F0 F1 B1 B0", "F0 F1 C B0 B1", "F1 F0 C B1 B0", "F0 F1 C I0 I1 W1 W0"])
 @pytest.mark.parametrize("loss_fn", [mean, F.mse_loss, counted, lambda o, t: (o - t).square().mean(0).sum() / 3])
-def test_a_schedule_of_ones_own_may_wait_or_say_when(text: str, loss_fn: Function) -> None:
+def test_custom_schedule_may_place_the_loss(text: str, loss_fn: Function) -> None:
     first = text.replace("C ", "")
     schedule, model = Schedule.parse(f"{first}\n{text}"), linears()
     with closing(piped(linears(), [1, 2], chunks=2, checkpoint="never")) as pipe, gpipe.record() as timeline:
@@ -312,7 +310,7 @@ def test_a_schedule_of_ones_own_may_wait_or_say_when(text: str, loss_fn: Functio
     assert sum(str(event) == "C@1" for event in timeline.events) == waits
 
 
-def test_a_schedule_that_cannot_wait_is_refused_without_gradients() -> None:
+def test_schedule_that_cannot_wait_raises_without_gradients() -> None:
     schedule = Schedule.parse("F0 B0 F1 B1")
     pipe = piped(linears(), [3], chunks=2)
     with pytest.raises(ValueError, match="the schedule starts backwards before all forwards have finished"):
@@ -324,7 +322,7 @@ def test_a_schedule_that_cannot_wait_is_refused_without_gradients() -> None:
     assert_same(pipe, model)
 
 
-def test_what_is_said_of_a_loss_has_to_be_what_it_returns() -> None:
+def test_declared_reduction_must_match_loss() -> None:
     pipe = piped(linears(), [1, 2], chunks=2)
     for method in (pipe.step, pipe.evaluate):
         for reduction in ("mean", "sum"):
@@ -344,8 +342,8 @@ def test_what_is_said_of_a_loss_has_to_be_what_it_returns() -> None:
     assert all(p.grad is None for p in pipe.parameters())
 
 
-def test_a_torch_loss_is_what_it_is_whatever_is_said() -> None:
-    """A mean over labels that count is none over rows, also if the caller says so."""
+def test_torch_loss_overrides_declared_reduction() -> None:
+    """A mean over counted labels is not a mean over rows, even if the caller declares it."""
     target = torch.tensor([0, PAD, PAD, 1, 2, 0])
     model = linears()
     F.cross_entropy(model(rows()), target).backward()
@@ -366,7 +364,7 @@ def test_a_torch_loss_is_what_it_is_whatever_is_said() -> None:
     ],
     ids=["a number", "one row", "replicated", "a dict", "a list", "other rows"],
 )
-def test_a_target_of_a_loss_of_all_rows_may_be_anything(target: Any) -> None:
+def test_full_batch_loss_accepts_any_target(target: Any) -> None:
     given: list[Any] = []
 
     def loss_fn(output: Tensor, target: Any) -> Tensor:
@@ -384,7 +382,7 @@ def test_a_target_of_a_loss_of_all_rows_may_be_anything(target: Any) -> None:
 
 
 def test_a_loss_may_close_over_the_whole_batch() -> None:
-    """Also where micro-batches have one row, against which a mask of all rows could be broadcast."""
+    """A mask of the full batch could be broadcast to micro-batches of one row."""
     target, mask, model = rows(), torch.tensor([1.0, 0, 1, 1, 0, 1], dtype=DOUBLE), linears()
 
     def loss_fn(output: Tensor) -> Tensor:
@@ -436,7 +434,7 @@ class Loses(nn.Module):
 
 
 @pytest.mark.parametrize("form", [lambda x: x, lambda x: {"loss": x}, lambda x: (x[None].detach(), x)])
-def test_the_loss_of_a_last_layer_has_to_be_said_to_add_up(form: Function) -> None:
+def test_loss_of_last_layer_needs_reduction(form: Function) -> None:
     model = nn.Sequential(*linears(2), Loses(lambda x: form(x.square().mean())))
     for options in ({"reduction": "mean"}, {"reduction": "sum", "normalizer": 3}):
         pipe = piped(nn.Sequential(*linears(2), model[2]), [2, 1], chunks=3)
@@ -454,7 +452,7 @@ def test_the_loss_of_a_last_layer_has_to_be_said_to_add_up(form: Function) -> No
 
 
 @pytest.mark.parametrize(("spec", "times"), [(Mean(), 1), (Sum(), 3)])
-def test_a_spec_of_the_output_says_how_losses_add_up(spec: Any, times: int) -> None:
+def test_out_spec_declares_reduction(spec: Any, times: int) -> None:
     model = nn.Sequential(*linears(2), Loses(lambda x: x.square().mean()))
     pipe = piped(nn.Sequential(*linears(2), model[2]), [2, 1], chunks=3, out_spec=spec)
     loss = pipe.step(rows())
@@ -463,13 +461,13 @@ def test_a_spec_of_the_output_says_how_losses_add_up(spec: Any, times: int) -> N
     assert_same(pipe, model)
 
 
-def test_a_last_layer_may_return_a_sum_and_a_count() -> None:
+def test_last_layer_may_return_loss_sum() -> None:
     model = nn.Sequential(*linears(2), Loses(lambda x: LossSum(x.square().sum(), x.numel())))
     pipe = piped(model, [2, 1], chunks=3)
     torch.testing.assert_close(pipe.step(rows()), model[:2](rows()).square().mean().detach())
 
 
-def test_it_is_said_once_that_a_loss_of_all_rows_keeps_all_outputs(caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_of_full_batch_loss_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     pipe = piped(linears(), [1, 2], chunks=3)
     with caplog.at_level(logging.WARNING, "gpipe"):
         pipe.step(rows(), rows(), loss_fn=F.mse_loss)
@@ -483,7 +481,7 @@ def test_it_is_said_once_that_a_loss_of_all_rows_keeps_all_outputs(caplog: pytes
         assert part in record.getMessage()
 
 
-def test_what_is_known_of_a_loss_function_does_not_keep_it_alive() -> None:
+def test_remembered_loss_functions_are_freed() -> None:
     seen, calls = SeenSums(), nullcontext()
     with calls:
         loss_fn = partial(unmarked)
@@ -500,7 +498,7 @@ def test_what_is_known_of_a_loss_function_does_not_keep_it_alive() -> None:
 
 
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
-def test_one_micro_batch_is_the_whole_under_any_schedule(schedule: str) -> None:
+def test_single_micro_batch_works_under_any_schedule(schedule: str) -> None:
     devices = ["cpu:0", "cpu:1", "cpu:1", "cpu:0"] if schedule in ("zbv", "dualpipev") else ["cpu"] * 4
     model = linears(4)
     with closing(GPipe(linears(4), [1] * 4, devices=devices, chunks=1)) as pipe:

@@ -19,7 +19,7 @@ ORDER = [Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.K
 
 @st.composite
 def signatures(draw: st.DrawFn) -> Signature:
-    """Of arguments of all kinds, some with defaults, which may be lists."""
+    """Draw a signature with all kinds of parameters, some with defaults, which may be lists."""
     names = draw(st.lists(st.sampled_from(NAMES), unique=True, max_size=4))
     kinds = sorted(draw(st.lists(st.sampled_from(ORDER), min_size=len(names), max_size=len(names))))
     required = draw(st.integers(0, len(names)))
@@ -67,11 +67,11 @@ class Named(nn.Module):
 
 
 class NamedAlike(Named):
-    """With the same signature."""
+    """A model with the same signature."""
 
 
 @pytest.mark.parametrize("kind", [Named, NamedAlike])
-def test_of_a_model_with_a_forward_of_its_own(kind: type[nn.Module]) -> None:
+def test_signature_of_custom_forward(kind: type[nn.Module]) -> None:
     pipe = GPipe(kind(), devices=["cpu"] * 2)
     assert list(inspect.signature(pipe.forward).parameters) == ["tokens", "labels"]
     assert type(pipe).__name__ == f"ModelPipeOf{kind.__name__}"

@@ -1,7 +1,7 @@
-"""Training by steps or by calls leaves what forward and backward of the plain model leave, under every schedule.
+"""Training by steps or calls has the same results as the plain model, under every schedule.
 
-Random models, random cuts, against the model itself. Where the plain model on the whole mini-batch is no oracle,
-because a layer looks at the batch as a whole, the plain loop over the micro-batches is. Where layers draw, what every
+Random models with random splits are compared with the model itself. If the plain model on the full mini-batch is no
+oracle, because a layer mixes rows, the plain loop over micro-batches is used. With random layers, all
 mode of the pipe computes from one seed must be the same.
 """
 
@@ -35,10 +35,10 @@ SLOW = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_to
 
 @dataclass(frozen=True)
 class Way:
-    """How to train; all ways lead to the same gradients."""
+    """A way to train; all of them give the same gradients."""
 
     schedule: str
-    """Of a step; "call" for a call, and a backward of the caller's."""
+    """The schedule of a step; "call" for a call and the caller's backward."""
     loss: str
     workers: int
     numbered: bool
@@ -75,7 +75,7 @@ NOT_CONTIGUOUS = Recipe(
     input_needs_grad=True,
     seed=0,
 )
-"""The gradient that the last layer sends back is laid out in memory otherwise than what it was given."""
+"""The last layer's gradient has a different memory layout than the output."""
 
 kinds_of_loss = st.sampled_from(["mean", "sum", "counted", "whole"])
 ways = st.builds(
@@ -84,12 +84,12 @@ ways = st.builds(
 
 
 def waiting(schedule: str) -> str | None:
-    """The schedule if it can wait for the loss of all rows, or the default."""
+    """Return the schedule if it can wait for a full-batch loss, else None."""
     return schedule if schedule in ("fill_drain", "looped_bfs", "auto", "search") else None
 
 
 def weights_for(output: Any, seed: int) -> list[Tensor]:
-    """For each number of the output, what it counts in the loss."""
+    """Return the weight of every element of the output in the loss."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.rand(t.shape, generator=generator, dtype=DOUBLE).to(t.dtype) for t in floats(output)]
 
@@ -109,7 +109,7 @@ def counted(output: Any, weights: list[Tensor]) -> LossSum:
 
 
 def contrasted(output: Any, weights: list[Tensor]) -> Tensor:
-    """Each row counts by how it compares with the others."""
+    """Weight each row by comparing it with the others."""
     each = losses(output, weights)
     return each.softmax(0) @ each
 
@@ -127,7 +127,7 @@ LOSSES: dict[str, tuple[Callable[[Any, Any], Any], dict[str, Any]]] = {
 
 
 def whole(loss: str, output: Any, weights: list[Tensor]) -> Tensor:
-    """The loss of the mini-batch, as somebody without a pipe computes it."""
+    """Compute the loss of the mini-batch without a pipe."""
     found = LOSSES[loss][0](output, weights)
     if isinstance(found, LossSum):
         return found.total / found.count
@@ -135,7 +135,7 @@ def whole(loss: str, output: Any, weights: list[Tensor]) -> Tensor:
 
 
 def plainly(oracle: Oracle, x: Tensor, way: Way, recipe: Recipe) -> tuple[dict[str, Any], list[Tensor]] | None:
-    """All that one step of training leaves behind, and the weights of the loss; None if there is nothing to train."""
+    """Return the results of a training step, and the weights of the loss; None if there is nothing to train."""
     if not recipe.accumulates:
         oracle.zero_grad()
     leaf = x.clone().requires_grad_(recipe.input_needs_grad)
@@ -193,7 +193,7 @@ def test_a_pipe_trains_as_its_model(recipe: Recipe, way: Way):
 
 @SLOW
 @given(recipes(OVERWRITING), ways)
-def test_layers_that_overwrite_what_is_needed_give_the_right_gradient_or_an_error(recipe: Recipe, way: Way):
+def test_overwriting_layers_are_right_or_raise(recipe: Recipe, way: Way):
     recipe = replace(recipe, overwrites=True)
     x, model = recipe.batches()[0], recipe.model()
     plain = copy.deepcopy(model)
@@ -213,7 +213,7 @@ def test_layers_that_overwrite_what_is_needed_give_the_right_gradient_or_an_erro
 
 
 def lived(recipe: Recipe, way: Way, checkpoint: Any = None) -> list[Any]:
-    """What two steps of training leave behind."""
+    """Return the results of two training steps."""
     results: list[Any] = []
     with closing(pipe_of(recipe, recipe.model(), checkpoint, way.devices)) as pipe:
         with torch.no_grad():
@@ -229,7 +229,7 @@ def lived(recipe: Recipe, way: Way, checkpoint: Any = None) -> list[Any]:
 @given(recipes(), ways, st.sampled_from(MODES), st.sampled_from([("1f1b", "zero_bubble"), ("call", "call")]))
 @example(NOT_CONTIGUOUS, Way("1f1b", "mean", 1, False, False), "never", ("1f1b", "zero_bubble"))
 def test_split_backward_and_recomputation_are_exact(recipe: Recipe, way: Way, mode: str, both: tuple[str, str]):
-    """Not only nearly: these do the same operations in the same order, on any thread."""
+    """They are bitwise equal, because the same operations run in the same order on any thread."""
     recipe = replace(recipe, training=True, input_needs_grad=True, checkpoint="always")
     expected = lived(recipe, replace(way, schedule=both[0]))
     found = lived(recipe, replace(way, schedule=both[1], inline=True), mode)
@@ -238,7 +238,7 @@ def test_split_backward_and_recomputation_are_exact(recipe: Recipe, way: Way, mo
 
 @st.composite
 def orders(draw: st.DrawFn) -> tuple[Schedule, int, int, int]:
-    """Any schedule at all; micro-batches, stages, checkpoints."""
+    """Draw any schedule, its micro-batches, stages and checkpoints."""
     m, n = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     stop = draw(st.sampled_from([0, m - 1, m]))
     return some_schedule(draw(CHOICES), m, range(n), stop), m, n, stop
@@ -266,7 +266,7 @@ def test_targets_get_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("filled", [False, True])
-def test_a_failed_step_says_how_many_gradients_of_before_may_have_changed(filled: bool):
+def test_failed_step_reports_changed_gradients(filled: bool):
     calls = iter([1, 0])  # the second micro-batch fails, after the backward of the first
     with closing(piped(linears(), [1, 2], chunks=2, checkpoint="never")) as pipe:
         for parameter in pipe.parameters():
@@ -289,7 +289,7 @@ def test_a_failed_step_says_how_many_gradients_of_before_may_have_changed(filled
         ("F0 B0 F1 B1\nF1 B1 F0 B0", "forever: .*@"),
     ],
 )
-def test_schedule_that_does_not_fit_is_refused_before_anything_runs(text: str, named: str) -> None:
+def test_unsuitable_schedule_raises_before_running(text: str, named: str) -> None:
     pipe, calls = piped(linears(), [1, 2], chunks=2, checkpoint="never"), []
     pipe[0].register_forward_hook(lambda *_: calls.append(1))
     with pytest.raises(ValueError, match=named):
@@ -317,7 +317,7 @@ def witnessed(s: Layer, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("where", [gpipe.inline, nullcontext])
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-def test_stage_holds_as_many_microbatches_as_its_program_says(
+def test_stage_holds_micro_batches_of_its_program(
     where: Callable[[], AbstractContextManager[None]], schedule: str
 ) -> None:
     m, n = 12, 4

@@ -104,7 +104,7 @@ def of_elements(draw: st.DrawFn) -> tuple[Loss, Tensor, int]:
     of_labels() | of_elements(), st.integers(1, 9), st.sampled_from(MODES), st.sampled_from([None, *ALONE]),
     st.sampled_from([None, "mean"]),
 )  # fmt: skip
-def test_it_is_that_of_all_rows_under_any_schedule(
+def test_torch_loss_matches_full_batch(
     case: tuple[Loss, Tensor, int], chunks: int, mode: str, schedule: str | None, reduction: str | None
 ) -> None:
     loss_fn, target, tokens = case
@@ -182,8 +182,8 @@ def test_what_is_not_known_to_add_up(loss_fn: Any, target: Any) -> None:
         assert_same(pipe, model)
 
 
-def test_a_weight_for_each_row_or_class_is_told_apart() -> None:
-    """That of classes is known; that of rows would be broadcast to micro-batches."""
+def test_row_weights_and_class_weights_are_distinguished() -> None:
+    """Class weights are supported. Row weights would be broadcast to micro-batches."""
     of_classes = partial(F.binary_cross_entropy_with_logits, pos_weight=torch.rand(3, dtype=DOUBLE))
     assert torch_loss(of_classes, CLASSES) is not None
     of_rows = partial(F.binary_cross_entropy_with_logits, weight=torch.rand(6, 1, dtype=DOUBLE))
@@ -194,8 +194,8 @@ def test_a_weight_for_each_row_or_class_is_told_apart() -> None:
         assert_same(pipe, model)
 
 
-def test_a_target_that_would_be_broadcast_over_rows_is_refused_by_name() -> None:
-    """torch itself warns of it; a function around torch's gets all rows, and is what it is."""
+def test_target_broadcast_over_rows_raises() -> None:
+    """torch itself warns about it. A function that wraps torch's gets the full batch, and is allowed."""
     target = rows()[:, 0]
     pipe = piped(linears(), [1, 2], chunks=2)
     for method in (pipe.step, pipe.evaluate):
@@ -206,7 +206,7 @@ def test_a_target_that_would_be_broadcast_over_rows_is_refused_by_name() -> None
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_mean_in_half_precision_does_not_overflow(dtype: torch.dtype) -> None:
-    """Where the sum of a micro-batch would."""
+    """The sum over a micro-batch would overflow."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3, dtype=dtype), nn.Linear(3, 50, dtype=dtype))
     pipe = GPipe(nn.Sequential(*map(_copied, model)), [1, 1], devices=["cpu"] * 2, chunks=2)
@@ -233,9 +233,7 @@ def _copied(layer: nn.Module) -> nn.Module:
     st.integers(1, 4),
     st.sampled_from(MODES),
 )
-def test_a_loss_with_its_own_linear_layer_is_over_labels_too(
-    labels: list[int], options: dict[str, Any], chunks: int, mode: str
-) -> None:
+def test_fused_linear_loss_counts_labels(labels: list[int], options: dict[str, Any], chunks: int, mode: str) -> None:
     target, x = torch.tensor(labels), rows(len(labels))
     torch.manual_seed(0)
     loss_fn = nn.LinearCrossEntropyLoss(3, 3, dtype=DOUBLE, **options)

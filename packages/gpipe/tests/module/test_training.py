@@ -1,4 +1,4 @@
-"""Whatever is handed to ``step`` and ``evaluate``: it is taken, or refused by name with gradients as they were."""
+"""Arguments of ``step`` and ``evaluate`` are accepted, or raise an error that names them, with gradients unchanged."""
 
 from collections import UserDict
 from contextlib import closing
@@ -21,7 +21,7 @@ from ..layers import assert_same, linears, piped, rows
 NAMES = (
     "input", "target", "loss_fn", "metrics", "reduction", "normalizer", "schedule", "first layer", "output", "chunks"
 )  # fmt: skip
-"""What an error may name."""
+"""Names that an error may contain."""
 
 anything = st.sampled_from(
     [None, True, 0, 3, -1.5, 2j, "mean", b"x", [], (), {}, {"x": 1}, object(), len, int, np.zeros(6), np.float64(2)]
@@ -80,9 +80,7 @@ calls = st.fixed_dictionaries(
 
 @given(calls, st.booleans(), st.sampled_from(["never", "always"]), st.booleans())
 @example({"x": rows(), "loss_fn": returning((LOSS, {"a": rows(5)}))}, False, "never", False)
-def test_it_is_taken_or_refused_and_gradients_are_as_they_were(
-    arguments: dict[str, Any], evaluates: bool, mode: str, inline: bool
-):
+def test_arguments_of_step_are_accepted_or_raise(arguments: dict[str, Any], evaluates: bool, mode: str, inline: bool):
     plain = nn.Sequential(First(), *linears())
     pipe = piped(plain, [2, 2], chunks=3, checkpoint=mode)
     with gpipe.inline() if inline else closing(pipe):

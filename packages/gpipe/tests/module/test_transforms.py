@@ -1,4 +1,4 @@
-"""What follows a computation through one thread is refused by name, and leaves the pipe as it was."""
+"""Transforms that follow a computation through one thread raise an error, and leave the pipe unchanged."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -94,7 +94,7 @@ class Around(nn.Module):
 @pytest.mark.parametrize("mode", ["never", "always"])
 @pytest.mark.parametrize("wrap", [lambda module: module, Around, lambda module: nn.Sequential(module, nn.Tanh())])
 def test_the_compiler_calls_a_pipe_as_it_is(wrap: Callable[[nn.Module], nn.Module], mode: str) -> None:
-    """Any warning of the compiler, of something that it cannot trace, would be an error here."""
+    """A compiler warning, of something that it cannot trace, would be an error here."""
     torch._dynamo.reset()
     compiled = torch.compile(wrap(piped(linears(), [1, 2], chunks=2, checkpoint=mode)), backend="eager")
     for _ in range(2):
@@ -119,7 +119,7 @@ class Tangent(nn.Linear):
 @pytest.mark.parametrize("mode", ["never", "always"])
 @pytest.mark.parametrize(("where", "layers"), [("inline", 3), ("threads", 1)])
 def test_forward_mode_inside_of_layers(where: str, layers: int, mode: str) -> None:
-    """On one thread: torch has one row of levels for all threads."""
+    """The layers must run on a single thread, since torch has one stack of levels for all threads."""
     torch.manual_seed(0)
     kinds = [Tangent if j < layers else nn.Linear for j in range(3)]
     plain = nn.Sequential(*(kind(3, 3, dtype=torch.float64) for kind in kinds))
@@ -128,7 +128,7 @@ def test_forward_mode_inside_of_layers(where: str, layers: int, mode: str) -> No
 
 
 @pytest.mark.parametrize("how", ["call", "step", "evaluate"])
-def test_a_mode_that_counts_operations_sees_all_of_them_or_is_refused(how: str) -> None:
+def test_counting_mode_sees_everything_or_raises(how: str) -> None:
     plain = linears()
     pipe = piped(linears(), [1, 2], chunks=3, checkpoint="never")  # a recomputation counts too
 

@@ -1,4 +1,4 @@
-"""What is no tensor goes whole into each micro-batch, and nothing that has rows does so without a word."""
+"""Non-tensors are passed to each micro-batch unchanged, and values with rows never are without an error."""
 
 import enum
 import re
@@ -29,7 +29,7 @@ class Color(enum.Enum):
 
 
 class Noting(nn.Module):
-    """Takes anything beside ``x``, and notes it."""
+    """Records every argument other than ``x``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ constants = st.recursive(
 @settings(max_examples=settings.default.max_examples // 2)
 @given(constants, constants, st.booleans())
 def test_constants_reach_the_first_layer_whole(other: Any, more: Any, inline: bool):
-    """By position, by name, and inside of one value."""
+    """They may be positional, keyword arguments, or nested in a value."""
     pipe, plain = noting(), linears()
     x, seen = rows(7), pipe[0].seen
     with gpipe.inline() if inline else closing(pipe):
@@ -83,7 +83,7 @@ def same(found: Any, given: Any) -> bool:
 
 
 class Hiding:
-    """Some object that nobody registered."""
+    """An object that is not registered as a pytree node."""
 
     def __init__(self) -> None:
         self.rows = rows(7)
@@ -163,8 +163,8 @@ WRONG_TARGETS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", WRONG_TARGETS)
-def test_what_is_wrong_with_a_target_names_the_target_and_what_can_be_done_there(name: str):
-    """Where it is cut: a loss of all rows gets any target."""
+def test_invalid_target_raises_with_remedy(name: str):
+    """This applies if it is split; a full-batch loss accepts any target."""
     pipe, target = piped(linears(), [1, 2], chunks=3), WRONG_TARGETS[name]
     for call in (
         lambda: pipe.step(rows(7), target, loss_fn=F.mse_loss, reduction="mean"),

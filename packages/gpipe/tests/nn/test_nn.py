@@ -93,7 +93,7 @@ def test_a_flat_model_trains_as_the_nested_one(
 
 
 @given(recipes)
-def test_state_dicts_have_the_names_of_the_nested_model(recipe: Any) -> None:
+def test_state_dicts_have_names_of_nested_model(recipe: Any) -> None:
     model = model_of(recipe)
     flat = flatten_nested(model)
     each = [flat, GPipe(flat, [len(flat)], devices=["cpu"])] if len(flat) else [flat]
@@ -113,7 +113,7 @@ def test_layers_keep_their_mode() -> None:
     assert not any(module.training for module in flatten_nested(model).modules())
 
 
-def test_what_does_more_than_its_layers_stays_one_layer() -> None:
+def test_modules_with_own_behavior_stay_one_layer() -> None:
     hooked = nn.Sequential(nn.Tanh(), nn.Tanh())
     hooked.register_forward_hook(lambda module, args, output: output * 2)
     model = nn.Sequential(Own(nn.Tanh(), nn.Tanh()), nn.Sequential(hooked, nn.Tanh()))
@@ -130,7 +130,7 @@ def test_titles_that_would_be_the_same() -> None:
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_and_flat_models_of_flat_ones_compute_the_same(again: Any) -> None:
+def test_copies_and_repeated_flattening_are_equivalent(again: Any) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Residual(nn.Linear(WIDTH, WIDTH), nn.Tanh())).double()
     once = flatten_nested(model)
     twice = flatten_nested(once)

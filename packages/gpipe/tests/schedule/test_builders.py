@@ -45,7 +45,7 @@ def test_a_tick_is_a_diagonal_of_cells(size: tuple[int, int]) -> None:
 
 
 @given(sizes)
-def test_both_ways_of_fill_drain_take_the_shortest_time(size: tuple[int, int]) -> None:
+def test_fill_drain_has_optimal_makespan(size: tuple[int, int]) -> None:
     """Recomputations hide behind the backwards of other stages."""
     m, n = size
     for half in halves(fill_drain(m, n)):
@@ -61,7 +61,7 @@ def test_every_schedule_is_valid(problem: Scheduled) -> None:
 
 
 @given(names(), counts, st.data())
-def test_each_stage_may_have_a_stop_of_its_own(case: tuple[str, list[int]], m: int, data: st.DataObject) -> None:
+def test_stages_may_have_different_checkpoint_stops(case: tuple[str, list[int]], m: int, data: st.DataObject) -> None:
     name, placement = case
     stops = data.draw(st.lists(st.integers(0, m), min_size=len(placement), max_size=len(placement)))
     found = named(name, m, placement, stops)
@@ -105,7 +105,7 @@ def on(schedule: Schedule, k: int) -> tuple[tuple[Step, ...], ...]:
 
 
 @given(st.sampled_from(MAKERS), st.integers(0, 5), st.integers(0, 9), st.integers(-2, 9))
-def test_stages_go_evenly_on_one_worker_or_more_or_are_refused(make: object, m: int, n: int, k: int) -> None:
+def test_number_of_stages_must_be_divisible(make: object, m: int, n: int, k: int) -> None:
     if k > 0 and n % k == 0:
         assert len(make(m, n, k)) == n
         return
@@ -125,16 +125,14 @@ def test_interleaved_holds_no_more_than_is_promised(m: int, k: int, v: int, data
 
 
 @given(counts, workers, loops, st.integers(1, 5), st.integers(1, 5))
-def test_the_bubble_of_looped_bfs_is_that_of_fill_drain_with_stages_a_loop_as_small(
-    m: int, k: int, v: int, f: int, b: int
-) -> None:
+def test_looped_bfs_bubble_matches_formula(m: int, k: int, v: int, f: int, b: int) -> None:
     spans = spans_of(on(looped_bfs(m, k * v, k), k), f, b, 0)
     ends = max(span.end for span in spans.values())
     assert ends - v * m * (f + b) == (k - 1 + (v - 1) * max(0, k - m)) * (f + b)  # k − 1 for m ≥ k
 
 
 @given(counts, workers, loops)
-def test_looped_bfs_does_all_micro_batches_of_a_stage_in_one_piece_each_way(m: int, k: int, v: int) -> None:
+def test_looped_bfs_runs_stages_contiguously(m: int, k: int, v: int) -> None:
     walk = on(looped_bfs(m, k * v, k), k)
     assert held(walk) == [v * m] * k
     for steps in walk:
@@ -143,24 +141,20 @@ def test_looped_bfs_does_all_micro_batches_of_a_stage_in_one_piece_each_way(m: i
 
 
 @given(st.integers(1, 3), workers, loops, st.tuples(*[st.integers(1, 9)] * 3))
-def test_the_bubble_of_interleaved_zero_bubble_is_that_of_zero_bubble_with_stages_a_loop_as_small(
-    groups: int, k: int, v: int, seconds: tuple[int, int, int]
-) -> None:
+def test_interleaved_zero_bubble_matches_formula(groups: int, k: int, v: int, seconds: tuple[int, int, int]) -> None:
     w, i, f = sorted(seconds)
     walk = on(interleaved_zero_bubble(groups * k, k * v, k), k)
     assert idle(walk, f, i, w) == (k - 1) * (f + i - w)
 
 
 @given(st.integers(1, 3), workers, loops, st.integers(1, 9), st.integers(1, 9))
-def test_the_bubble_of_interleaved_zero_bubble_without_splits_is_that_of_interleaved(
-    groups: int, k: int, v: int, f: int, b: int
-) -> None:
+def test_interleaved_zero_bubble_without_splits(groups: int, k: int, v: int, f: int, b: int) -> None:
     schedules = (interleaved_zero_bubble(groups * k, k * v, k, split=()), interleaved(groups * k, k * v, k))
     assert [idle(on(schedule, k), f, b, 0) for schedule in schedules] == [(k - 1) * (f + b)] * 2
 
 
 @given(counts, workers, loops)
-def test_interleaved_zero_bubble_holds_as_much_as_as_many_stages_as_there_are_workers(m: int, k: int, v: int) -> None:
+def test_interleaved_zero_bubble_memory(m: int, k: int, v: int) -> None:
     most = held(on(interleaved_zero_bubble(m, k * v, k), k))
     assert max(most) <= k * v
     if m % k == 0:

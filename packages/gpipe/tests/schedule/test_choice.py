@@ -1,4 +1,4 @@
-"""Which schedule is chosen, and which backwards are split, given what cells take."""
+"""The choice of a schedule and of split backwards, given the times of cells."""
 
 from typing import Any, NamedTuple
 
@@ -56,8 +56,8 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @given(cases())
-def test_it_is_as_fast_as_any_and_of_those_it_holds_the_least(case: Case):
-    """By the times of a simulation; and it splits what may be split and is worth it."""
+def test_choose_is_fastest_with_least_memory(case: Case):
+    """Times are simulated. All backwards that may be split are split if it helps."""
     choice = choose(*case)
     assert set(choice.seconds) == set(BY_MEMORY)
     fastest = min(choice.seconds.values())
@@ -73,7 +73,7 @@ def test_it_is_as_fast_as_any_and_of_those_it_holds_the_least(case: Case):
 
 
 @given(cases(), st.data())
-def test_nothing_is_chosen_before_all_forwards_and_backwards_are_known(case: Case, data: st.DataObject):
+def test_choice_requires_all_times(case: Case, data: st.DataObject):
     unknown = data.draw(st.sampled_from([cell for cell in case.seconds if cell[1] in ("forward", "backward")]))
     seconds = {cell: each for cell, each in case.seconds.items() if cell != unknown}
     assert choose(*case._replace(seconds=seconds)) == Choice("1f1b")
@@ -87,7 +87,7 @@ def test_parts_that_are_known_count_instead_of_halves():
 
 
 @given(cases())
-def test_stages_that_are_not_split_do_as_under_1f1b(case: Case):
+def test_unsplit_stages_follow_1f1b(case: Case):
     m, n = case.microbatches, len(case.placement)
     some, none, every = (
         named("zero_bubble", m, case.placement, case.checkpoint_stop, split) for split in (case.may_split, (), None)
@@ -99,8 +99,8 @@ def test_stages_that_are_not_split_do_as_under_1f1b(case: Case):
 
 
 @given(cases())
-def test_a_search_is_as_fast_as_zero_bubble_and_holds_no_more(case: Case):
-    """On any worker, than zero bubble on its fullest one."""
+def test_search_matches_zero_bubble(case: Case):
+    """The limit of each worker is zero bubble's peak over all workers."""
     choice = choose_by_search(*case)
     usual = next(name for name in choice.seconds if name != "search")
     assert choice.name == "search"

@@ -49,7 +49,7 @@ def test_orders_that_wait_forever_have_no_makespan(programs: list[Program], took
 
 
 @given(scheduled(), st.integers(0, 30))
-def test_it_fits_if_no_worker_holds_more_than_its_limit(case: Scheduled, limit: int) -> None:
+def test_order_fits_within_memory_limits(case: Scheduled, limit: int) -> None:
     schedule, m, placement = case
     coded = coded_for(m, placement, dict.fromkeys(Kind, 1.0), limit)
     assert coded.fits(coded.order_of(schedule.on(placement))) == (max(peaks(coded, schedule)) <= limit)

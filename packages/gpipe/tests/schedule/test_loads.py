@@ -28,7 +28,7 @@ def walks(draw: st.DrawFn) -> Walk:
 
 
 @given(walks(), st.sets(st.integers(0, 5)), st.integers(1, 4))
-def test_what_computes_is_loaded_and_no_more_than_there_is_room_for(walk: Walk, offloaded: set[int], room: int) -> None:
+def test_loads_precede_computations_within_room(walk: Walk, offloaded: set[int], room: int) -> None:
     found = with_loads(walk, offloaded, room)
     expect_loaded(found, offloaded)
     assert max(most_loaded(found)) <= room
@@ -74,7 +74,7 @@ def test_it_loads_as_rarely_as_can_be(order: list[int], room: int) -> None:
 
 
 @pytest.mark.parametrize(("stages", "room"), [*product(range(1, 7), range(1, 4))])
-def test_breadth_first_loads_each_stage_twice_but_for_the_last_ones(stages: int, room: int) -> None:
+def test_breadth_first_loads_stages_twice(stages: int, room: int) -> None:
     whole = named("looped_bfs", 5, [0] * stages).loading([0] * stages, room=room)
     loads = Counter(stage for stage, program in enumerate(whole) for kind, _ in program if kind == Kind.LOAD)
     assert [loads[j] for j in range(stages)] == [2] * (stages - room) + [1] * min(stages, room)
@@ -84,7 +84,7 @@ def test_breadth_first_loads_each_stage_twice_but_for_the_last_ones(stages: int,
     "placement", [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 0, 1], [0, 1, 1, 0], [1, 0, 2, 0], [0, 1, 2, 3]]
 )
 def test_any_stages_may_be_breadth_first(placement: list[int]) -> None:
-    """Each worker finishes the forwards of a stage before those of the next."""
+    """Each worker finishes the forwards of a stage before it starts the next stage."""
     walk = named("looped_bfs", 3, placement).on(placement)
     replay(walk)
     for worker, line in enumerate(walk):
@@ -116,7 +116,7 @@ def test_what_cannot_be_is_refused(text: str, message: str) -> None:
 
 @given(st.integers(1, 6), st.integers(1, 5), st.floats(0, 8), st.floats(0, 8))
 def test_loads_take_their_time_beside_the_work(stages: int, m: int, load: float, unload: float) -> None:
-    """The first load is waited for; a device is never faster than its work, or than its link in either direction."""
+    """The first load cannot overlap. A device is never faster than its work, or its link in either direction."""
     cost, place = StageCost(1, 2, load=load, unload=unload), [0] * stages
     whole = named("looped_bfs", m, place).loading(place)
     took = simulate(whole, [cost] * stages).makespan

@@ -1,4 +1,4 @@
-"""Each stage may be checkpointed in its own mode; what that computes is compared in test_step.py."""
+"""Each stage may have its own checkpointing mode. test_step.py compares the results."""
 
 import copy
 import pickle
@@ -19,14 +19,14 @@ modes = st.sampled_from(MODES)
 
 
 @given(st.lists(modes, min_size=1, max_size=4), st.integers(0, 5))
-def test_stops_are_all_but_one_or_none_of_the_microbatches(each: list[str], m: int):
+def test_checkpoint_stops_of_modes(each: list[str], m: int):
     stops = {"never": 0, "except_last": len(range(m)[:-1]), "always": m, "offload": 0}
     assert checkpoint_stops(each, m, len(each)) == tuple(stops[mode] for mode in each)
     assert checkpoint_stops(each[0], m, len(each)) == (stops[each[0]],) * len(each)
 
 
-def test_a_stage_keeps_by_its_own_mode_whatever_the_others_do():
-    """Of m micro-batches in flight: with three exponentials in a row each keeps three tensors, or recomputes them."""
+def test_stages_save_by_their_own_modes():
+    """Each of m micro-batches in flight saves three exponentials per stage, or recomputes them."""
     layers = nn.Sequential(*[nn.Sequential(Call(torch.exp), Call(torch.exp), Call(torch.exp)) for _ in range(3)])
     peaks = {}
     for each in product(("never", "always"), repeat=3):

@@ -43,7 +43,7 @@ def test_workers_in_another_order_are_refused(name: str, placement: list[int], t
 
 
 @pytest.mark.parametrize("name", V_SHAPED)
-def test_a_single_worker_does_what_several_would_do_in_their_order(name: str) -> None:
+def test_single_worker_follows_order_of_several(name: str) -> None:
     assert named(name, 5, [0] * 6) == named(name, 5, [0, 1, 2, 2, 1, 0])
     assert max(map(in_flight, named(name, 20, [0] * 6))) <= 7
 

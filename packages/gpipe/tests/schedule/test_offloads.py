@@ -1,4 +1,4 @@
-"""Offloads and prefetches of saved tensors: they are on the device for each backward, and of few cells at a time."""
+"""Offloads and prefetches of saved tensors: they are on the device for each backward, but for few cells at a time."""
 
 from collections import Counter
 from itertools import chain
@@ -20,7 +20,7 @@ BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 @st.composite
 def walks(draw: st.DrawFn) -> tuple[Walk, int]:
-    """The steps of any schedule, or its forwards or backwards alone, and its stages."""
+    """Draw the steps of any schedule, or only its forwards or backwards, and its stages."""
     m, stages = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     placement = draw(st.lists(st.integers(0, 2), min_size=stages, max_size=stages))
     walk = some_schedule(draw(CHOICES), m, placement, draw(st.integers(0, m))).on(placement)
@@ -33,9 +33,7 @@ def walks(draw: st.DrawFn) -> tuple[Walk, int]:
 
 
 @given(walks(), st.sets(st.integers(0, 3)), st.integers(1, 4))
-def test_cells_are_there_for_their_backward_and_few_at_a_time(
-    given: tuple[Walk, int], offloading: set[int], room: int
-) -> None:
+def test_offloaded_cells_return_within_room(given: tuple[Walk, int], offloading: set[int], room: int) -> None:
     walk, _ = given
     found = with_offloads(walk, offloading, room)
     steps = [step for line in walk for step in line]
@@ -70,8 +68,8 @@ def test_cells_are_there_for_their_backward_and_few_at_a_time(
 
 
 @given(st.integers(1, 6), st.integers(1, 3), st.integers(1, 3))
-def test_a_worker_holds_as_many_cells_as_there_is_room_for(m: int, stages: int, room: int) -> None:
-    """If all forwards are before all backwards: those that compute, arrive, or stay for the first backwards."""
+def test_worker_holds_at_most_room_cells(m: int, stages: int, room: int) -> None:
+    """All forwards are before all backwards. Cells are computing, arriving, or kept for the first backwards."""
     whole = named("looped_bfs", m, [0] * stages).offloading([0] * stages, room=room)
     held = most = 0
     for _, (kind, _) in chain.from_iterable(whole.on([0] * stages)):
@@ -83,10 +81,8 @@ def test_a_worker_holds_as_many_cells_as_there_is_room_for(m: int, stages: int, 
 
 
 @given(walks(), st.sets(st.integers(0, 3)), st.sets(st.integers(0, 3)))
-def test_loads_and_offloads_do_not_disturb_each_other(
-    given: tuple[Walk, int], loaded: set[int], offloading: set[int]
-) -> None:
-    """In either order of adding them."""
+def test_loads_and_offloads_are_independent(given: tuple[Walk, int], loaded: set[int], offloading: set[int]) -> None:
+    """They may be added in either order."""
     walk, _ = given
     first = with_offloads(with_loads(walk, loaded), offloading)
     second = with_loads(with_offloads(walk, offloading), loaded)
@@ -134,7 +130,7 @@ def test_what_cannot_be_is_refused(text: str, message: str) -> None:
 
 @given(st.integers(1, 6), st.integers(1, 4), st.floats(0, 8), st.floats(0, 8))
 def test_transfers_take_their_time_beside_the_work(stages: int, m: int, out: float, back: float) -> None:
-    """A device is never faster than its work, or than its link in either direction; short transfers are hidden."""
+    """A device is never faster than its work, or its link in either direction. Short transfers are hidden."""
     cost, place = StageCost(1, 2, offload=out, prefetch=back), [0] * stages
     whole = named("looped_bfs", m, place).offloading(place)
     moved = len(cells_offloaded(whole.on(place)))

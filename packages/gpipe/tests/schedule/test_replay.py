@@ -34,7 +34,7 @@ def test_each_step_begins_as_soon_as_it_can(case: Scheduled, data: st.DataObject
 
 
 @given(shuffled())
-def test_it_fails_where_workers_wait_for_ever_and_only_there(programs: list[Program]) -> None:
+def test_replay_fails_only_on_deadlocks(programs: list[Program]) -> None:
     walk = tuple(tuple(Step(j, action) for action in program) for j, program in enumerate(programs))
     done = executed(walk)
     if len(done) == sum(map(len, walk)):

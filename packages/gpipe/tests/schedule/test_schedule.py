@@ -28,7 +28,7 @@ from ..schedules import Scheduled, executed, fitting, needs, orders, placed, ste
 
 @st.composite
 def walked(draw: st.DrawFn) -> tuple[Schedule, list[int]]:
-    """A schedule in any order that comes to an end, and other workers to run it."""
+    """Draw a schedule in any valid order, and a different placement to run it on."""
     schedule, _, placement = draw(orders())
     return schedule, draw(st.permutations(placement) | st.just([0] * len(placement)))
 
@@ -46,7 +46,7 @@ def test_each_worker_gets_the_steps_of_its_stages(problem: tuple[Schedule, list[
 
 @given(placed())
 def test_nobody_idles_who_could_work(problem: tuple[tuple[Program, ...], list[int]]) -> None:
-    """Where no order was written, and each action takes one tick."""
+    """Programs have no explicit order, and each action takes one tick."""
     programs, placement = problem
     spans = replay(Schedule(programs).on(placement))
     busy = {(placement[step.stage], span.start) for step, span in spans.items()}
@@ -80,9 +80,7 @@ def test_equal_schedules_do_the_same_on_any_workers(
         (fill_drain(1, 1), tuple((step,) for step in steps_of(fill_drain(1, 1))), "stage 0 are on 2 workers"),
     ],
 )
-def test_a_walk_that_is_not_that_of_the_programs_is_refused(
-    programs: Schedule, walk: tuple[tuple[Step, ...], ...], named: str
-) -> None:
+def test_walk_must_match_programs(programs: Schedule, walk: tuple[tuple[Step, ...], ...], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         Schedule(programs, walk)
 
@@ -104,7 +102,7 @@ def test_recomputing_leaves_all_else_in_its_place(problem: Scheduled, stop: int)
 
 
 @pytest.mark.parametrize(("text", "line"), [("F0 X1", 1), ("# first\n\nF0 B0\n  # then\nF0 X1", 5)])
-def test_what_cannot_be_read_is_named_with_its_line_in_the_text(text: str, line: int) -> None:
+def test_parse_error_names_the_line(text: str, line: int) -> None:
     with pytest.raises(ValueError, match=f"cannot read 'X1' in line {line} of the schedule"):
         Schedule.parse(text)
 
@@ -122,8 +120,8 @@ def test_blank_lines_comments_and_dots_say_nothing(problem: Scheduled, random: R
 
 
 @given(orders())
-def test_the_loss_of_all_rows_comes_between_forwards_and_backwards(problem: Scheduled) -> None:
-    """Right behind the last forward of the last stage; what cannot wait for it is refused. All else stays."""
+def test_full_batch_loss_separates_forwards_and_backwards(problem: Scheduled) -> None:
+    """It directly follows the last forward of the last stage, or the schedule raises. Everything else is unchanged."""
     schedule, m, placement = problem
     kinds = [kind for kind, _ in schedule[-1]]
     waits = "backward" not in " ".join(kinds[: len(kinds) - kinds[::-1].index(Kind.FORWARD)])
@@ -154,7 +152,7 @@ def test_the_loss_of_all_rows_comes_between_forwards_and_backwards(problem: Sche
 
 
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 3), st.integers(1, 3), st.integers(1, 9))
-def test_schedules_that_can_wait_for_the_loss_of_all_rows(name: str, workers: int, loops: int, m: int) -> None:
+def test_schedules_that_support_full_batch_loss(name: str, workers: int, loops: int, m: int) -> None:
     schedule = named(name, m, fitting(name, workers, loops))
     if m == 1 or name in ("fill_drain", "looped_bfs"):
         assert str(schedule.with_loss()).count("C") == 1
@@ -163,7 +161,7 @@ def test_schedules_that_can_wait_for_the_loss_of_all_rows(name: str, workers: in
         schedule.with_loss()
 
 
-def test_the_text_of_a_schedule_with_the_loss_of_all_rows() -> None:
+def test_text_of_schedule_with_loss() -> None:
     assert str(fill_drain(2, 2).with_loss()) == "F0 F1 B1 B0\nF0 F1 C B1 B0"
     looped = looped_bfs(1, 4, 2).with_loss()
     assert str(looped) == "F0@0 F0@2 B0@2 B0@0\nF0@1 F0@3 C@3 B0@3 B0@1"

@@ -122,7 +122,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @given(cases())
-def test_it_is_valid_fits_and_is_as_fast_as_every_named_schedule_that_fits(case: Case) -> None:
+def test_search_is_as_fast_as_fitting_schedules(case: Case) -> None:
     found = case.search()
     validate(found, case.microbatches, case.placement)
     assert case.fits(found)
@@ -135,14 +135,14 @@ def test_it_is_valid_fits_and_is_as_fast_as_every_named_schedule_that_fits(case:
 
 
 @given(cases())
-def test_it_is_the_same_each_time_and_can_be_printed_and_parsed(case: Case) -> None:
+def test_search_is_deterministic_and_round_trips(case: Case) -> None:
     found = case.search()
     assert case.search() == found
     assert Schedule.parse(str(found)).on(case.placement) == found.on(case.placement)
 
 
 @given(cases())
-def test_only_what_may_be_is_split_and_what_is_checkpointed_is_recomputed(case: Case) -> None:
+def test_search_respects_splits_and_checkpoints(case: Case) -> None:
     """A stage takes the forwards in the order of micro-batches, as layers with running statistics need it."""
     for j, program in enumerate(case.search()):
         recomputed = {i for kind, i in program if kind == Kind.RECOMPUTE}
@@ -152,7 +152,7 @@ def test_only_what_may_be_is_split_and_what_is_checkpointed_is_recomputed(case: 
 
 
 @given(cases(), st.data())
-def test_what_does_not_fit_is_refused_with_what_it_needs(case: Case, data: st.DataObject) -> None:
+def test_infeasible_memory_raises_with_minimum(case: Case, data: st.DataObject) -> None:
     least = case.alone()
     worker = data.draw(st.sampled_from(range(len(least))))
     limits: list[int | None] = [*least]
@@ -165,9 +165,7 @@ def test_what_does_not_fit_is_refused_with_what_it_needs(case: Case, data: st.Da
 
 @pytest.mark.parametrize("workers", range(2, 9))
 @pytest.mark.parametrize(("memory", "bubble"), [("half", 1 / 2), ("min", 2 / 3)])
-def test_in_a_v_it_reaches_the_memory_and_the_bubble_of_v_half_and_v_min(
-    workers: int, memory: str, bubble: float
-) -> None:
+def test_search_matches_v_half_and_v_min(workers: int, memory: str, bubble: float) -> None:
     """The published figures, where the actions of a stage take the same time (arXiv 2405.15362).
 
     Under 1F1B a worker holds as many micro-batches as there are workers, each of them twice as large as here.
@@ -180,7 +178,7 @@ def test_in_a_v_it_reaches_the_memory_and_the_bubble_of_v_half_and_v_min(
     assert idle(walk, 1, 1, 1) <= bubble * 6 * (workers - 1)
 
 
-def test_without_other_limits_than_that_of_1f1b_it_has_the_bubble_of_zb_v() -> None:
+def test_search_matches_zb_v() -> None:
     for workers in range(2, 5):
         found = search(9, v_placement(2 * workers), memory=2 * workers)
         assert idle(found.on(v_placement(2 * workers)), 1, 1, 1) == workers - 1

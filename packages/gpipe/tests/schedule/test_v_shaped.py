@@ -20,7 +20,7 @@ def on_a_v(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
 
 
 @given(workers)
-def test_the_first_and_the_last_stage_share_a_worker_and_so_on(k: int) -> None:
+def test_v_placement_mirrors_stages(k: int) -> None:
     assert v_placement(2 * k) == [min(j, 2 * k - 1 - j) for j in range(2 * k)]
 
 
@@ -33,9 +33,7 @@ def test_an_odd_number_of_stages_is_refused(make: Callable[..., object], k: int)
 
 @each_maker
 @given(m=counts, k=workers, data=st.data())
-def test_stages_that_are_not_split_do_whole_backwards_in_the_same_order(
-    make: Callable[..., Schedule], m: int, k: int, data: st.DataObject
-) -> None:
+def test_unsplit_stages_keep_their_order(make: Callable[..., Schedule], m: int, k: int, data: st.DataObject) -> None:
     split = data.draw(st.sets(st.integers(0, 2 * k - 1)))
     for j, (some, every) in enumerate(zip(make(m, 2 * k, 0, split), make(m, 2 * k), strict=True)):
         whole = [a._replace(kind=Kind.BACKWARD) if a.kind == Kind.BACKWARD_INPUT else a for a in every]
@@ -44,13 +42,13 @@ def test_stages_that_are_not_split_do_whole_backwards_in_the_same_order(
 
 @each_maker
 @given(m=counts, k=workers)
-def test_more_micro_batches_do_not_make_it_hold_more(make: Callable[..., Schedule], m: int, k: int) -> None:
+def test_memory_is_bounded_in_micro_batches(make: Callable[..., Schedule], m: int, k: int) -> None:
     most = max(held(on_a_v(make(m, 2 * k))))
     assert most <= max(held(on_a_v(make(m + 1, 2 * k)))) <= 2 * k + (make is dualpipev)
 
 
 @given(counts, workers, st.integers(1, 5))
-def test_under_zbv_no_worker_waits_between_its_first_and_its_last_step(more: int, k: int, unit: int) -> None:
+def test_zbv_has_no_bubble(more: int, k: int, unit: int) -> None:
     """The published bubble is none, of the longest time that a worker takes (arXiv 2405.15362, table 2)."""
     m = 2 * k - 2 + more
     walk = on_a_v(zbv(m, 2 * k))
@@ -62,8 +60,8 @@ def test_under_zbv_no_worker_waits_between_its_first_and_its_last_step(more: int
 
 
 @given(counts, workers)
-def test_under_zbv_a_worker_holds_no_more_than_the_first_one_under_1f1b(m: int, k: int) -> None:
-    """A stage of 1F1B is as much as two of these."""
+def test_zbv_holds_no_more_than_1f1b(m: int, k: int) -> None:
+    """Two of these stages are as large as one stage of 1F1B."""
     most = held(on_a_v(zbv(m, 2 * k)))
     assert max(most) <= 2 * in_flight(one_forward_one_backward(max(m, k), k)[0])
     if m >= 2 * k - 1:
@@ -71,8 +69,8 @@ def test_under_zbv_a_worker_holds_no_more_than_the_first_one_under_1f1b(m: int, 
 
 
 @given(counts, workers, st.data())
-def test_the_bubble_of_dualpipev_is_no_longer_than_published(more: int, k: int, data: st.DataObject) -> None:
-    """Where a whole backward takes no less than a forward, and the weights no more than the inputs."""
+def test_dualpipev_bubble_matches_publication(more: int, k: int, data: st.DataObject) -> None:
+    """A full backward takes at least as long as a forward, and the input part at least as long as the weight part."""
     i = data.draw(st.integers(1, 9))
     w = data.draw(st.integers(1, i))
     f = data.draw(st.integers(1, i + w))
@@ -82,7 +80,7 @@ def test_the_bubble_of_dualpipev_is_no_longer_than_published(more: int, k: int, 
 
 
 @given(counts, workers)
-def test_under_dualpipev_a_worker_holds_no_more_than_published(m: int, k: int) -> None:
+def test_dualpipev_memory_matches_publication(m: int, k: int) -> None:
     most = held(on_a_v(dualpipev(m, 2 * k)))
     assert max(most) <= 2 * k + 1
     if m >= 2 * k:

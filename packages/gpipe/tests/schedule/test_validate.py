@@ -1,4 +1,4 @@
-"""A schedule is taken if it trains, and refused by what is wrong if it does not."""
+"""Valid schedules are accepted, and invalid ones raise an error that names the problem."""
 
 import re
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from ..schedules import Scheduled, executed, held, orders, steps_of
 
 @st.composite
 def edited(draw: st.DrawFn) -> Scheduled:
-    """A valid schedule after up to two edits of its lines, each of which may spoil it, or not."""
+    """Draw a valid schedule with up to two random edits, which may invalidate it."""
     schedule, m, placement = draw(orders())
     lines = [list(steps) for steps in schedule.on(placement)]
     for _ in range(draw(st.integers(0, 2))):
@@ -43,7 +43,7 @@ def _edit(line: list[Step], draw: st.DrawFn) -> None:
 
 
 def trains(schedule: Schedule, m: int, placement: Sequence[int]) -> bool:
-    """What :func:`validate` promises, said in another way: a word for each cell, and workers that get through."""
+    """Check the contract of :func:`validate` differently: a word per cell, and workers that finish."""
     for program in schedule:
         computed = [action for action in program if action.kind not in MOVES]
         words = ["".join(Kind(kind).letter for kind, k in computed if k == i) for i in range(m)]
@@ -61,7 +61,7 @@ def lines_of(schedule: Schedule) -> list[list[Step]]:
 
 
 @given(edited())
-def test_a_schedule_is_refused_exactly_if_it_does_not_train(problem: Scheduled) -> None:
+def test_validate_rejects_exactly_invalid_schedules(problem: Scheduled) -> None:
     schedule, m, placement = problem
     if trains(schedule, m, placement):
         validate(schedule, m, placement)
@@ -85,7 +85,7 @@ def test_what_is_wrong_is_named(text: str, told: str) -> None:
 
 
 @given(orders())
-def test_a_stage_holds_what_a_later_action_of_it_needs(problem: Scheduled):
+def test_stage_holds_values_for_later_actions(problem: Scheduled):
     """Whichever of its backwards are split."""
     schedule, _, _ = problem
     assert [in_flight(program) for program in schedule] == held(lines_of(schedule))

@@ -1,4 +1,4 @@
-"""Skips by their names and namespaces, and what breaks their rules; test_step.py trains models with skips."""
+"""Names and namespaces of skips, and violations of their rules. test_step.py trains models with skips."""
 
 import copy
 import pickle
@@ -38,7 +38,7 @@ def test_layout_has_the_skips_that_cross_a_cut(recipe: Recipe):
         assert ((source, *key) in layout.copy_policy(target)) == (source != target)
 
 
-def test_none_may_be_stashed_now_and_a_tensor_then():
+def test_stash_may_alternate_between_none_and_tensor():
     sometimes = Stash(lambda x: x * 2 if float(x[0, 0].detach()) > 0 else None)
     model = nn.Sequential(linear(), sometimes, linear(), Pop(partial(joined, False)), linear())
     for mode in MODES:
@@ -61,7 +61,7 @@ def test_namespace_equals_its_copies_only():
 
 
 @given(st.lists(st.none() | st.sets(st.sampled_from(["a", "b"])), max_size=4))
-def test_each_name_is_in_the_namespace_it_was_given_last(onlys: list[set[str] | None]):
+def test_last_isolate_sets_the_namespace(onlys: list[set[str] | None]):
     class Two(nn.Module):
         """About it."""
 
@@ -77,8 +77,8 @@ def test_each_name_is_in_the_namespace_it_was_given_last(onlys: list[set[str] | 
     assert [layer.key(name) for name in "ab"] == [(expected[name], name) for name in "ab"]
 
 
-def test_after_a_failure_nobody_finds_the_skips_of_the_run():
-    """Layers on the same thread are plain modules again."""
+def test_failed_run_drops_its_skips():
+    """Layers called outside the run are plain modules again."""
 
     def fail(x: Tensor) -> Tensor:
         raise KeyError("no more")
@@ -127,7 +127,7 @@ def test_a_name_is_not_a_list_of_names():
 
 
 def commands(*given: Any) -> nn.Module:
-    """A layer that declares ``a`` to stash and ``b`` to pop, and yields what it is told."""
+    """Return a layer that declares to stash ``a`` and pop ``b``, and yields the given commands."""
 
     @skippable(stash=["a"], pop=["b"])
     class Yields(nn.Module):
@@ -162,7 +162,7 @@ def test_skip_inside_a_nested_module_crosses_stages():
     assert_trains_like(piped(model, [1, 1, 1], chunks=2, checkpoint="always"), model)
 
 
-def test_a_skip_whose_layer_is_not_called_is_refused_by_name():
+def test_skip_of_uncalled_layer_raises():
     around = Layer(lambda s, x: x, Stash())
     with pytest.raises(RuntimeError, match=r"'skip' must be stashed .* was not called"):
         piped(nn.Sequential(around, Pop()), [1, 1])(rows())

@@ -41,7 +41,7 @@ def uniform(m: int, n: int) -> Timeline:
 
 @fewer
 @given(timelines)
-def test_every_action_is_a_cell_in_its_lane_as_wide_as_its_time(timeline: Timeline) -> None:
+def test_each_action_is_drawn_in_its_lane(timeline: Timeline) -> None:
     picture = svg([("", timeline)])
     found, idle = drawn(picture, "cell"), drawn(picture, "idle")
     on_lanes = [(lane, each) for lane, events in zip(idle, timeline.lanes.values(), strict=True) for each in events]
@@ -85,7 +85,7 @@ def test_the_gist_and_the_axis():
 
 @fewer
 @given(st.lists(timelines, max_size=3))
-def test_the_legend_names_every_kind_that_occurs_and_no_other(shown: list[Timeline]) -> None:
+def test_legend_names_exactly_the_kinds_shown(shown: list[Timeline]) -> None:
     texts = Counter(said(svg([(str(k), timeline) for k, timeline in enumerate(shown)])))
     kinds = {each.kind for timeline in shown for each in timeline.events}
     assert {kind: texts[kind.label] for kind in Kind} == {kind: int(kind in kinds) for kind in Kind}
@@ -141,13 +141,13 @@ class Reading(HTMLParser):
 
 @cache
 def example() -> Plan:
-    """Of made-up costs."""
+    """Return a plan with made-up costs."""
     known = profile_of([(1e-3, 40, 400, 10)] * 2)
     return plan(model_of(known), torch.zeros(ROWS, 3), ["cpu"] * 2, profile=known, chunks=[1, 2], calibrate=False)
 
 
 @given(texts, texts, st.sampled_from(sorted(CODES)))
-def test_it_fetches_and_runs_nothing_and_can_be_written_to_a_file(name: str, note: str, code: str) -> None:
+def test_pages_are_self_contained_and_escape_names(name: str, note: str, code: str) -> None:
     finding = Finding(code, name, name, note, note)
     event = Event(0, 0, "forward", name, 0.0, 1.0, layers=note)
     layers = tuple(replace(each, name=name) for each in example().layers)

@@ -1,4 +1,4 @@
-"""What ``record()`` sees of a run is what the schedule says, in an order that can be; and nothing when it is off."""
+"""``record()`` records the actions of the schedule, in a possible order; nothing is recorded outside it."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def step_of(event: Event) -> Step:
 
 @st.composite
 def runs(draw: st.DrawFn) -> tuple[GPipe, str | None, Schedule]:
-    """A pipe, a schedule by name or None for forward and backward by the caller, and what has to happen."""
+    """Draw a pipe, a schedule or None (a call and the caller's backward), and the expected actions."""
     m, name = draw(st.integers(1, 5)), draw(st.sampled_from([None, *sorted(SCHEDULES)]))
     placement = fitting(name or "interleaved", draw(st.integers(1, 2)), draw(st.integers(1, 2)))
     n = len(placement)
@@ -51,13 +51,13 @@ def runs(draw: st.DrawFn) -> tuple[GPipe, str | None, Schedule]:
 
 
 def programs_of(name: str, m: int, pipe: GPipe, stop: int) -> Schedule:
-    """What a step is recorded to do on an input that needs no gradient, so that the first stage splits nothing."""
+    """Return the actions of a step whose input requires no grad, so that the first stage does not split."""
     return named(name, m, pipe._workers.placement, stop, split=range(1, len(pipe.partitions)))
 
 
 @settings(max_examples=settings.default.max_examples // 2)
 @given(runs())
-def test_every_action_once_in_an_order_that_can_be(run: tuple[GPipe, str | None, Schedule]):
+def test_actions_are_recorded_once_in_possible_order(run: tuple[GPipe, str | None, Schedule]):
     pipe, name, programs = run
     m = pipe.chunks
     with closing(pipe), record() as timeline:
@@ -80,7 +80,7 @@ def test_every_action_once_in_an_order_that_can_be(run: tuple[GPipe, str | None,
 
 
 def test_waiting_for_a_link_is_no_work(monkeypatch: pytest.MonkeyPatch):
-    """By a clock that ticks whenever somebody looks at it: before an action, when its input is there, and after it."""
+    """The clock ticks on every read: before an action, when its input has arrived, and after it."""
     monkeypatch.setattr("gpipe.timeline._record.time", SimpleNamespace(perf_counter=map(float, count()).__next__))
     pipe = piped(linears(), [1, 2], chunks=2, checkpoint="always")
     with record() as timeline, gpipe.inline():
@@ -93,7 +93,7 @@ def test_waiting_for_a_link_is_no_work(monkeypatch: pytest.MonkeyPatch):
 
 
 COURIER = SimpleNamespace(send=lambda payload: payload, receive=lambda payload: payload)
-"""From one device to another of the same memory."""
+"""A carrier between two devices that share memory."""
 
 
 @pytest.mark.parametrize(("carrier", "moved"), [(COURIER, 24 + 8), (None, 0)])
@@ -107,8 +107,8 @@ def test_bytes_that_cross_between_devices(carrier: Any, moved: int):
     assert look.bytes_moved == moved
 
 
-def test_an_action_waits_from_the_end_of_the_last_one_until_its_input_is_there():
-    """On stand-ins for streams, whose clocks go as the tests say."""
+def test_wait_lasts_until_input_arrives():
+    """The streams are fakes, with clocks controlled by the test."""
     with accelerator("xpu") as fake:
         clock, stream, device = Clock(), fake.stream(0, 0), torch.device("xpu", 0)
         look = Look(lambda: clock.now(device))
@@ -122,7 +122,7 @@ def test_an_action_waits_from_the_end_of_the_last_one_until_its_input_is_there()
         assert end() - look.start() == pytest.approx(2)
 
 
-def test_what_begins_inside_of_the_block_on_its_thread_is_recorded_and_nothing_else():
+def test_record_covers_only_runs_started_in_block():
     pipe = piped(linears(), [1, 2], chunks=2, checkpoint="never")
     with record() as timeline:
         output = pipe(rows(4))
@@ -133,7 +133,7 @@ def test_what_begins_inside_of_the_block_on_its_thread_is_recorded_and_nothing_e
     assert Counter(e.kind for e in timeline.events) == {"forward": 4, "backward": 4}
 
 
-def test_failed_action_is_not_recorded_and_the_others_are():
+def test_failed_action_is_not_recorded():
     pipe = piped(linears(), [1, 1, 1], chunks=3, checkpoint="never")
     calls: list[int] = []
 
@@ -152,7 +152,7 @@ def test_failed_action_is_not_recorded_and_the_others_are():
 
 @each_way
 def test_bytes_of_storages(way: Block) -> None:
-    """Exponentials keep their own output, once, which is also what the stage sends on."""
+    """Each exponential saves its own output, once, although the stage also sends it."""
     size, m = 2 * 5 * 8, 3
     model = nn.Sequential(Call(torch.exp), Call(torch.exp))
     pipe = GPipe(model, [1, 1], devices=["cpu"] * 2, chunks=m, checkpoint="never")
@@ -191,7 +191,7 @@ def test_profilers_see_actions_by_their_names_inline():
     assert found == Counter(f"gpipe {action}@{j}" for j, program in enumerate(programs) for action in program)
 
 
-def test_the_loss_of_all_rows_is_an_action_of_the_last_stage() -> None:
+def test_full_batch_loss_is_recorded_on_last_stage() -> None:
     pipe = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], devices=["cpu"] * 2, chunks=3)
     with gpipe.record() as timeline:
         pipe.step(torch.ones(6, 2), loss_fn=lambda output: output.std(0).sum())

@@ -32,7 +32,7 @@ def most(timeline: Timeline, worker: int) -> int:
 
 
 @given(st.lists(COSTS, min_size=4, max_size=4), st.booleans(), st.integers(1, 6), MODES, LINKS, st.integers(1, 4))
-def test_it_is_as_fast_as_named_schedules_that_fit(
+def test_search_is_as_fast_as_named_schedules(
     costs: list[StageCost], in_v: bool, m: int, mode: str, link: Any, tightness: int
 ) -> None:
     place = v_placement(4) if in_v else [0, 1, 2, 3]
@@ -53,7 +53,7 @@ def test_it_is_as_fast_as_named_schedules_that_fit(
         assert not fits or found.makespan <= other.makespan
 
 
-def test_by_default_every_stage_has_a_worker_and_nothing_is_checkpointed() -> None:
+def test_search_defaults() -> None:
     assert search_for([StageCost(1, 2)] * 3, microbatches=4) == search(4, range(3))
 
 

@@ -1,4 +1,4 @@
-"""Predicted timelines: exact where there is a formula, and within the bounds that hold for all."""
+"""Predicted timelines: equal to closed formulas, and within general bounds."""
 
 import math
 from dataclasses import replace
@@ -20,9 +20,7 @@ from ..timelines import Problem, exact_seconds, fewer, problems
 
 
 @given(st.integers(1, 16), st.integers(1, 8), exact_seconds, exact_seconds)
-def test_fill_drain_and_1f1b_take_all_cells_and_the_way_in_and_out(
-    m: int, n: int, forward: float, backward: float
-) -> None:
+def test_makespan_of_fill_drain_and_1f1b(m: int, n: int, forward: float, backward: float) -> None:
     for make in (fill_drain, one_forward_one_backward):
         timeline = simulate(make(m, n), [StageCost(forward, backward)] * n)
         assert timeline.makespan == (m + n - 1) * (forward + backward)
@@ -34,8 +32,8 @@ def test_fill_drain_and_1f1b_take_all_cells_and_the_way_in_and_out(
 @example(
     (zero_bubble(2, 2), [StageCost(1, 2, activation_bytes=j, boundary_bytes=7 * j) for j in range(2)], [0, 1]), 0.0
 )
-def test_events_are_the_steps_of_a_replay_with_what_is_alive_and_what_crosses(problem: Problem, transfer: float):
-    """Backwards for the weights need the activations: a backward for the inputs alone frees nothing."""
+def test_events_match_replayed_steps(problem: Problem, transfer: float):
+    """The weight backward needs the activations, so the input backward frees nothing."""
     schedule, costs, placement = problem
     timeline = simulate(schedule, costs, placement=placement, transfer=transfer)
     hops = [0.0, *(transfer if a != b else 0.0 for a, b in pairwise(placement))]
@@ -90,7 +88,7 @@ def test_impossible_figures_are_refused(name: str, value: float) -> None:
         StageCost(**{"forward": 1, "backward": 1, name: value})
 
 
-def test_a_part_that_is_more_than_the_whole_is_refused() -> None:
+def test_backward_part_larger_than_whole_raises() -> None:
     with pytest.raises(ValueError, match="backward_weight: expected a finite, non-negative number, got -1"):
         StageCost(1, 1, backward_input=2)
     assert StageCost(1, 1, backward_input=2, backward_weight=2).seconds("backward") == 1
@@ -138,7 +136,7 @@ def test_stages_cost_what_their_layers_cost(balance: list[int]) -> None:
     assert [cost.activation_bytes for cost in blind] == [cost.activation_bytes for cost in costs]
 
 
-def test_on_cuda_a_stage_keeps_a_copy_of_its_input() -> None:
+def test_cuda_stage_stores_copy_of_input() -> None:
     there = stage_costs(profile_of(4, "cuda:0"), [3, 1], input_bytes=5)
     here = stage_costs(profile_of(4), [3, 1], input_bytes=5)
     assert [a.activation_bytes - b.activation_bytes for a, b in zip(there, here, strict=True)] == [0, 2]

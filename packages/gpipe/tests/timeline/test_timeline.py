@@ -1,4 +1,4 @@
-"""What is read off a timeline, and how it is filled."""
+"""Properties and construction of a timeline."""
 
 import math
 import re
@@ -21,8 +21,8 @@ def event(stage: int, start: float, end: float, **more: object) -> Event:
 
 @fewer
 @given(timelines, st.sampled_from([0.25, 2.0, 1024.0]))
-def test_idle_and_busy_are_all_the_time_there_is(timeline: Timeline, factor: float) -> None:
-    """Whatever the speed of the clock."""
+def test_idle_and_busy_time_add_up(timeline: Timeline, factor: float) -> None:
+    """The shares do not depend on the unit of time."""
     shares = timeline.utilisation
     assert all(0 <= share <= 1 for share in shares.values())
     assert math.isclose(sum(shares.values()) + timeline.bubble * len(shares), len(shares), abs_tol=1e-9)
@@ -32,14 +32,14 @@ def test_idle_and_busy_are_all_the_time_there_is(timeline: Timeline, factor: flo
     assert again.utilisation == pytest.approx(shares)
 
 
-def test_time_in_which_several_actions_go_on_counts_once():
+def test_overlapping_actions_count_once():
     spans = [(0, 10), (1, 2), (5, 6), (19, 20)]
     assert Timeline(event(0, *span) for span in spans).utilisation == {0: 11 / 20}
 
 
 @fewer
 @given(timelines)
-def test_every_action_is_on_the_lane_of_its_worker_by_its_start(timeline: Timeline) -> None:
+def test_lanes_are_sorted_by_start(timeline: Timeline) -> None:
     on_lanes = [(worker, each) for worker, lane in timeline.lanes.items() for each in lane]
     workers = timeline.workers
     expected = [(workers.get(each.stage, each.stage), each) for each in timeline.events]
@@ -50,7 +50,7 @@ def test_every_action_is_on_the_lane_of_its_worker_by_its_start(timeline: Timeli
 
 @fewer
 @given(timelines)
-def test_the_peak_of_a_stage_is_the_most_that_any_of_its_actions_leaves(timeline: Timeline) -> None:
+def test_peak_is_maximum_over_actions(timeline: Timeline) -> None:
     known = [each for each in timeline.events if each.held_bytes is not None]
     stages = {each.stage for each in timeline.events}
     expected = {j: max((e.held_bytes or 0 for e in known if e.stage == j), default=0) for j in stages}
@@ -60,7 +60,7 @@ def test_the_peak_of_a_stage_is_the_most_that_any_of_its_actions_leaves(timeline
 
 
 @given(st.lists(events(), max_size=8), st.data())
-def test_functions_are_as_good_as_events_and_called_once(found: list[Event], data: st.DataObject) -> None:
+def test_deferred_events_are_called_once(found: list[Event], data: st.DataObject) -> None:
     calls = []
     timeline = Timeline()
     for each in found:
@@ -99,7 +99,7 @@ def test_a_function_that_raises_loses_nothing() -> None:
 
 @fewer
 @given(timelines)
-def test_columns_of_a_table_add_up_what_the_actions_of_a_worker_say(timeline: Timeline) -> None:
+def test_table_sums_actions_of_each_worker(timeline: Timeline) -> None:
     head, _, *lines = str(timeline).splitlines()[1:] or ["", ""]
     for line, lane in zip(lines, timeline.lanes.values(), strict=True):
         columns = dict(zip(head.split()[3:], re.split(r"  +", line.strip())[3:], strict=True))

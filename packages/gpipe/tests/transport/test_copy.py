@@ -1,4 +1,4 @@
-"""Copies between devices: by way of which memory they go. tests/simulated has what waits for what."""
+"""Copies between devices, and their staging memory. Ordering is tested in tests/simulated."""
 
 from collections.abc import Iterator
 
@@ -38,8 +38,8 @@ def to_a_device() -> Copy:
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_what_leaves_the_cpu_goes_by_pinned_memory_of_its_own(requires_grad: bool, pinned: Pinned):
-    """Also what is pinned already: its owner may change it before the device has read it."""
+def test_sends_from_cpu_use_private_pinned_memory(requires_grad: bool, pinned: Pinned):
+    """Pinned inputs are copied as well, since their owner may change them before the device reads them."""
     source = torch.arange(6.0).view(2, 3).t().requires_grad_(requires_grad)
     payload, _ = to_a_device().send([source, None])
     assert len(pinned.copies) == 1

@@ -1,4 +1,4 @@
-"""Links: every payload reaches who asks for it, and nobody waits for what cannot come."""
+"""Links deliver every payload, and cancel waits for payloads that cannot arrive."""
 
 import logging
 import threading
@@ -15,7 +15,7 @@ from gpipe.values._describe import Cancelled
 from ..layers import Call, numbered, within
 
 
-def test_a_reader_does_not_wait_after_a_failure() -> None:
+def test_cancelled_link_never_waits() -> None:
     link: Link[int] = Link("letters")
     link.cancel()
     with pytest.raises(Cancelled):

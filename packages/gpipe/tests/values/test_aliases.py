@@ -1,7 +1,7 @@
-"""Tensors that share memory: a change of one, by a later stage, the loss or the caller, is never lost.
+"""Tensors that share memory: in-place changes by a later stage, the loss or the caller are never lost.
 
-Random stages pass on duplicates, views, detached tensors and what they got, and work in place. The oracle is the plain
-loop over the micro-batches. A pipe may refuse what it cannot repeat; it never computes something else.
+Random stages return duplicates, views, detached tensors and their inputs, and modify them in place. The oracle is the
+plain loop over micro-batches. A pipe may raise if it cannot repeat an operation, but is never wrong.
 """
 
 import copy
@@ -26,7 +26,7 @@ WIDTH = 4
 
 
 class Reversed(torch.autograd.Function):
-    """A view with a gradient of its own, as reversal layers compute it."""
+    """A view with a custom gradient, as in gradient reversal layers."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ class Reversed(torch.autograd.Function):
 
 
 Op = tuple[str, int]
-"""What to do, and with which of the tensors on the way, modulo their number."""
+"""An operation, and the index of its tensor, modulo the number of tensors."""
 
 # From one tensor to others that join it on the way.
 VIEWS = {
@@ -63,7 +63,7 @@ VIEWS = {
     "constant and view": lambda t: [c := t.detach() * 2, c[:, :1]],
 }
 
-# What changes a tensor.
+# In-place operations.
 CHANGES = {
     "add": lambda t: t.add_(1),
     "scale": lambda t: t.mul_(3),
@@ -72,7 +72,7 @@ CHANGES = {
     "rows": lambda t: t[:1].add_(t[:1].detach().clone()),
 }
 
-# What puts another one in its place.
+# Out-of-place operations.
 MAPS = {"fresh": lambda t: t * 1.5, "square": lambda t: t * t, "identity": lambda t: t, "flat": lambda t: t.flatten(1)}
 
 
@@ -110,7 +110,7 @@ def pop() -> nn.Module:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A model, how to run it, and what its user does to the output."""
+    """A model, how to run it, and in-place operations of the caller on the output."""
 
     entrance: tuple[Op, ...]
     stages: tuple[tuple[Op, ...], ...]
@@ -167,7 +167,7 @@ def recipes() -> st.SearchStrategy[Recipe]:
 
 
 def loss(value: Any, end: Sequence[Op]) -> Tensor:
-    """What the user makes of an output: works on it, in place too, and weighs every number of it otherwise."""
+    """Apply in-place operations to an output, and weight every element differently."""
     for op in end:
         value = Walk(*op)(value)
     total = torch.zeros((), dtype=DOUBLE)
@@ -179,7 +179,7 @@ def loss(value: Any, end: Sequence[Op]) -> Tensor:
 
 
 def given_to(recipe: Recipe, x: Tensor) -> tuple[Tensor, ...]:
-    """The input, of which a layer may work in place on what is no leaf."""
+    """Return the input as a non-leaf, so that a layer may modify it in place."""
     value: tuple[Tensor, ...] = (x * 1,)
     for op in recipe.entrance:
         value = Walk(*op)(value)
@@ -187,7 +187,7 @@ def given_to(recipe: Recipe, x: Tensor) -> tuple[Tensor, ...]:
 
 
 def expected(recipe: Recipe) -> dict[str, Any]:
-    """What the plain loop leaves behind."""
+    """Return the results of the plain loop."""
     model, x = recipe.plain(), recipe.x()
     found = torch.zeros((), dtype=DOUBLE)
     for part in x.chunk(recipe.chunks):
@@ -215,7 +215,7 @@ def left(found: Tensor, x: Tensor, model: nn.Module) -> dict[str, Any]:
 
 
 REFUSALS = (
-    "shares its memory",  # by a later stage, of what goes another way
+    "shares its memory",  # changed by a later stage, while sent elsewhere as well
     "shares memory",
     "was changed in place after their forward",
     "modified by an inplace operation",  # torch: saved, and changed
@@ -229,7 +229,7 @@ REFUSALS = (
 
 
 def known(error: Exception) -> str:
-    """What is refused; any other error is raised again."""
+    """Return the expected message that the error contains, or re-raise the error."""
     for text in REFUSALS:
         if text in str(error):
             return text
@@ -256,7 +256,7 @@ def test_aliases_are_those_of_the_plain_model(recipe: Recipe):
 
 
 def may_be_separate(recipe: Recipe) -> bool:
-    """Whether the caller gets tensors without grad, which torch cannot protect, whose memory another one shared."""
+    """Return whether outputs without grad, which torch cannot protect, shared memory with each other."""
     if recipe.schedule != "forward" and recipe.grad:
         return False  # loss_fn must not change them
     output = recipe.plain()(given_to(recipe, recipe.x()))
@@ -275,8 +275,8 @@ EXAMPLES = {
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @each_mode
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_a_change_of_what_shares_memory_is_refused(name: str, mode: str, schedule: str):
-    """By the next stage, a later one, or the loss; a reader of both gets what the plain model gives."""
+def test_changing_shared_memory_raises(name: str, mode: str, schedule: str):
+    """The change is in the next stage, a later one, or the loss. A reader of both gets the plain model's values."""
     pair, change = tuple((op, 0) for op in EXAMPLES[name]), (("scale", 1),)
     cases = [((pair, change), ()), ((pair, (), change), ()), (((), pair), (("scale", 0),))]
     for stages, end in cases:
@@ -287,7 +287,7 @@ def test_a_change_of_what_shares_memory_is_refused(name: str, mode: str, schedul
 
 
 def run(recipe: Recipe) -> dict[str, Any]:
-    """What a pipe leaves behind."""
+    """Return the results of a pipe."""
     balance = [len(layers) for layers in recipe.partitions()]
     pipe = piped(recipe.plain(), balance, chunks=recipe.chunks, checkpoint=recipe.mode)
     with closing(pipe), nullcontext() if recipe.threads else inline():
@@ -323,8 +323,8 @@ def test_the_caller_s_input_is_not_overwritten(chunks: int, ends: Any, between: 
 
 
 @each_mode
-def test_what_a_recomputation_needs_is_not_overwritten_by_a_later_stage(mode: str):
-    """The second stage returns its input, in which the third works."""
+def test_later_stage_does_not_overwrite_saved_input(mode: str):
+    """The second stage returns its input, and the third modifies it."""
     model = nn.Sequential(*linears(1), nn.Identity(), nn.LeakyReLU(0.5, inplace=True))
     pipe = piped(copy.deepcopy(model), [1, 1, 1], chunks=3, checkpoint=mode)
     with inline():
@@ -334,8 +334,8 @@ def test_what_a_recomputation_needs_is_not_overwritten_by_a_later_stage(mode: st
 
 
 @each_mode
-def test_a_skip_that_shares_memory_past_a_stage_that_has_no_part_in_it(mode: str):
-    """A change is refused; without one nothing is."""
+def test_skip_sharing_memory_past_a_stage(mode: str):
+    """A change raises; an unchanged skip is fine."""
     for change, refused in ((CHANGES["scale"], True), (nn.Identity(), False)):
         layers = [*linears(1, WIDTH), Call(lambda x: (x,)), stash(0), Call(lambda v: v[0].view_as(v[0]))]
         layers += [Call(change), Call(lambda x: (x,)), pop(), Call(sum)]
@@ -346,7 +346,7 @@ def test_a_skip_that_shares_memory_past_a_stage_that_has_no_part_in_it(mode: str
 
 @each_mode
 @pytest.mark.parametrize("kind", ["_parameters", "_buffers", "__dict__"])
-def test_state_that_a_layer_gives_away_is_not_overwritten(kind: str, mode: str):
+def test_returned_state_is_not_overwritten(kind: str, mode: str):
     state = torch.ones(1, WIDTH, dtype=DOUBLE)
     gives = Layer(lambda s, x: (x, s.state[:, :2]))
     getattr(gives, kind)["state"] = nn.Parameter(state) if kind == "_parameters" else state
@@ -357,7 +357,7 @@ def test_state_that_a_layer_gives_away_is_not_overwritten(kind: str, mode: str):
 
 
 @pytest.mark.parametrize("where", ["stage", "end"])
-def test_memory_that_autograd_does_not_know_is_shared_must_not_be_changed(where: str):
+def test_changing_memory_shared_unknown_to_autograd_raises(where: str):
     class Hidden(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -377,7 +377,7 @@ def test_memory_that_autograd_does_not_know_is_shared_must_not_be_changed(where:
 @each_mode
 @pytest.mark.parametrize("balance", [[2, 1], [1, 2], [1, 1, 1]])
 def test_hooks_of_views_are_called(mode: str, balance: list[int]):
-    """Gradients go back through a view that has a hook, not past it to what it is a view of."""
+    """Gradients pass through a view with a hook, rather than directly to its base."""
 
     def heard(x: Tensor) -> tuple[Tensor, Tensor]:
         view = (x * 2).view_as(x)
@@ -397,7 +397,7 @@ def test_hooks_of_views_are_called(mode: str, balance: list[int]):
 @each_mode
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("place", [0, 1])
-def test_layer_that_works_in_place_on_later_micro_batches_only(place: int, grad: bool, mode: str, schedule: str):
+def test_layer_in_place_on_later_micro_batches_only(place: int, grad: bool, mode: str, schedule: str):
     def sometimes(value: Any) -> Any:
         x, y = value
         return (x.mul_(2), y) if bool(x[0, 0].detach() > 0) else value
@@ -415,7 +415,7 @@ def test_layer_that_works_in_place_on_later_micro_batches_only(place: int, grad:
 
 
 @each_mode
-def test_layer_that_works_in_place_on_the_first_micro_batch_may_do_so_on_others(mode: str) -> None:
+def test_layer_in_place_on_first_micro_batch(mode: str) -> None:
     sometimes = Call(lambda x: x.mul_(2) if bool(x[0, 0].detach() > 0) else x)
     x = torch.tensor([1.0, -2, 3], dtype=DOUBLE)[:, None].repeat(1, 3)
     with closing(piped(nn.Sequential(nn.Identity(), sometimes), [1, 1], chunks=3, checkpoint=mode)) as pipe:

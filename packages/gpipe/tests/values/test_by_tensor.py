@@ -8,7 +8,7 @@ from gpipe.values._by_tensor import ByTensor
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from(["set", "remove", "free"])), max_size=40))
-def test_it_has_the_values_that_were_set_for_live_tensors(steps: list[tuple[int, str]]) -> None:
+def test_values_of_live_tensors_are_found(steps: list[tuple[int, str]]) -> None:
     tensors, found, expected = [torch.zeros(()) for _ in range(5)], ByTensor[int](), dict[int, int]()
     for number, (k, action) in enumerate(steps):
         if action == "set":

@@ -1,4 +1,4 @@
-"""What crosses from stage to stage begins a graph of its own, and is else as it was."""
+"""Values sent to a stage are leaves of a new graph, and otherwise unchanged."""
 
 import pytest
 import torch
@@ -37,8 +37,8 @@ dimensions = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), max_size=
 
 
 @given(dimensions, st.integers(0, 9))
-def test_a_clone_of_what_is_dense_is_laid_out_alike(cut: list[tuple[int, int]], offset: int):
-    """Of a tensor whose elements lie somewhere in a storage of 40 elements, and are their numbers there."""
+def test_clone_preserves_dense_layout(cut: list[tuple[int, int]], offset: int):
+    """The tensor's elements are in a storage of 40 elements, which contain their indices."""
     tensor = torch.arange(40).as_strided([size for size, _ in cut], [step for _, step in cut], offset)
     found = set(tensor.flatten().tolist())
     if is_dense(tensor) and found:

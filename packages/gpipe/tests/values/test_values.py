@@ -1,4 +1,4 @@
-"""What may travel: into a pipe, between its stages, and out of it."""
+"""Values accepted at the input of a pipe, between its stages, and at its output."""
 
 from collections.abc import Callable
 from typing import Any
@@ -50,7 +50,7 @@ def test_out_of_a_pipe_and_into_it(name: str, mode: str):
 
 
 @each_mode
-def test_tensor_of_an_outer_graph_is_right_or_refused(mode: str):
+def test_tensor_of_outer_graph_is_right_or_raises(mode: str):
     outer = torch.ones(3, dtype=DOUBLE, requires_grad=True)
 
     def loss(factor: Tensor, module: nn.Module) -> Tensor:
@@ -72,7 +72,7 @@ def test_tensor_of_an_outer_graph_is_right_or_refused(mode: str):
 
 
 def ragged(x: Tensor) -> Tensor:
-    """Of each row, one, two or three copies."""
+    """Return one, two or three copies of each row."""
     return torch.nested.as_nested_tensor([row.expand(1 + i % 3, -1) for i, row in enumerate(x)], layout=torch.jagged)
 
 
@@ -84,7 +84,7 @@ def dense(value: Tensor) -> Tensor:
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 @each_mode
 @pytest.mark.parametrize("balance", [[2, 3], [1, 1, 1, 2]])
-def test_rows_of_several_lengths_train_as_in_the_plain_model(balance: list[int], mode: str, schedule: str):
+def test_nested_tensors_train_like_plain_model(balance: list[int], mode: str, schedule: str):
     plain = nn.Sequential(linear(), Call(ragged), linear(), nn.Tanh(), Call(dense))
     pipe = piped(plain, balance, chunks=2, checkpoint=mode)
     pipe.step(rows(6), rows(6), loss_fn=nn.functional.mse_loss, schedule=schedule)

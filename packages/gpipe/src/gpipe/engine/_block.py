@@ -1,12 +1,12 @@
 """Selective checkpointing: a block of a stage saves only its input, and is recomputed.
 
 The graph of a block is a part of the graph of its cell. The tensors that its operations save are dropped when the block
-is done. When a backward first needs one of them, the layers are computed again, and what they save takes its place::
+is done. When a backward first needs one of them, the block is recomputed, and the newly saved tensors replace them::
 
     forward     layer 0   [layer 1, layer 2]   layer 3          tensors saved in [ ] are dropped
     backward    layer 3   recompute [ ], layer 2, layer 1   layer 0
 
-Source: the non-reentrant ``torch.utils.checkpoint``, which restores neither buffers nor the random numbers of a pipe.
+Source: the non-reentrant ``torch.utils.checkpoint``, which does not restore buffers or a pipe's random numbers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Block:
         self._clones = True
 
     def forward(self, compute: Compute, value: Any, context: Context) -> tuple[Any, BlockForward]:
-        """Return the output of ``compute`` for ``value``, and what recomputes it.
+        """Return the output of ``compute`` for ``value``, and the object that recomputes it.
 
         Args:
             context: the settings of the forward, in which it is recomputed.

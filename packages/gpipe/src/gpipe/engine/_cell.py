@@ -74,7 +74,7 @@ def backward_input(cell: Cell, seeds: Gradients, sums: GradientSums | None, stag
         return backward(cell, seeds, sums)
     gradients, weights = halves
     cell.weights = weights[::-1]
-    # Also with the strides that they would have in .grad: kernels of the stage before may round by them.
+    # Use the strides that they would have in .grad, because kernels of the previous stage may round depending on them.
     flowing_back = map(accumulated, gradients, leaves)
     return [next(flowing_back) if leaf.requires_grad else None for leaf in inputs]
 

@@ -81,10 +81,10 @@ def waiting_for(wanted: object) -> Iterator[None]:
     """Record that this thread waits for ``wanted``, a section or the like.
 
     Raises:
-        RuntimeError: the thread that has ``wanted`` waits for this thread, perhaps by way of others.
+        RuntimeError: the thread that has ``wanted`` waits for this thread, perhaps indirectly.
     """
     mine = sections_of_thread()
-    if not mine:  # nobody waits for this thread
+    if not mine:  # no thread can be waiting for this one
         yield
         return
     try:
@@ -97,7 +97,7 @@ def waiting_for(wanted: object) -> Iterator[None]:
 
 
 def _expect_no_cycle(wanted: object, mine: set[object]) -> None:
-    # A run ends after all its threads, so that its section is not left before each of them has what it waits for.
+    # A run ends after all its threads, so its section is held as long as one of them waits for a section.
     reached, waits = {wanted}, [*_waits.copy().values()]
     while True:
         further = {other for held, other in waits if not reached.isdisjoint(held)} - reached
@@ -124,7 +124,7 @@ class Section:
         """Wait until no other thread is inside, then enter.
 
         Raises:
-            RuntimeError: waiting would be a deadlock, also with other threads that wait, or this process was forked
+            RuntimeError: waiting would be a deadlock, perhaps through further threads, or this process was forked
                 while another thread was inside.
         """
         # A hook that this thread calls between forwards and backwards may use the pipe, as no cell is computing.
@@ -183,7 +183,7 @@ class Section:
 
 _claims = fork_lock()
 _waits: dict[int, tuple[tuple[object, ...], object]] = {}
-"""What each waiting thread has, and what it waits for. A forked process has other threads, which wait for nothing."""
+"""The sections held and wanted by each waiting thread. A forked child has none of these threads."""
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_waits.clear)
 _claimed: dict[Section, Sequence[Tensor]] = {}

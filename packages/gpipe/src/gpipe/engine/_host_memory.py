@@ -33,7 +33,7 @@ def available_bytes(root: Path = _ROOT) -> int | None:
 
 
 def _left_of_limits(folder: Path) -> list[int]:
-    """Return the bytes left below the limit of the control group, as of a container; cached files do not count."""
+    """Return the bytes left below the limits of the control group, such as a container's, without cached files."""
     found = []
     for limit, usage, cached, stat in (
         ("memory.max", "memory.current", "inactive_file", "memory.stat"),

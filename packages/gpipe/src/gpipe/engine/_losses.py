@@ -57,7 +57,7 @@ class Losses:
         self.outputs: dict[int, Activation] = {}
 
     def finding(self) -> Any:
-        """Return what was found out about losses of this kind, which other processes have to know; None if nothing."""
+        """Return a finding about losses of this kind that other processes need, or None."""
         return None
 
     def begin(

@@ -1,4 +1,4 @@
-"""The parameters of a stage that are on the host, and the copies with which the stage computes.
+"""Parameters of a stage on the host, and the copies on the device that the stage uses.
 
 Between its load and its unload, a stage holds a **guest** of each parameter: a leaf on its device. A guest remains the
 same tensor throughout, because graphs refer to it, but its memory is allocated by a load and freed by an unload::
@@ -45,7 +45,7 @@ LeafGradient = tuple[Tensor, Tensor]
 """A leaf and its gradient."""
 
 Offload = bool | torch.dtype
-"""Whether parameters are on the host; the dtype in which stages compute with them, if it is another."""
+"""True if parameters are on the host; or the dtype of their copies, if it differs."""
 
 
 class HostLink(NamedTuple):
@@ -67,7 +67,7 @@ class Guest(NamedTuple):
         leaf: the copy.
         parts: the tensors whose memory is loaded. A subclass may consist of several.
         sizes: the bytes of their storages, which may have gaps.
-        alone: the number of uses of the memory of ``parts`` while nobody else has a view of it.
+        alone: the use count of the memory of ``parts`` if there are no other views of it.
         state: identifies the data of ``home``, if the copy holds more than ``parts``.
     """
 
@@ -100,13 +100,13 @@ class Guest(NamedTuple):
             self.leaf.data = self.parts[0]
 
     def settle(self) -> None:
-        """Let the copy use the memory of the parameter, for whoever still refers to it."""
+        """Let the copy use the memory of the parameter, for code that still refers to it."""
         if self.settles:
             self.leaf.data = self.home.data
 
     @property
     def settles(self) -> bool:
-        """Whether the copy can use the memory of the parameter."""
+        """True if the copy can use the memory of the parameter."""
         home, part = self.home, self.parts[0]
         is_plain = type(home) is nn.Parameter and part.dtype == home.dtype
         return is_plain and _are_compatible(home.device.type, part.device.type)
@@ -133,7 +133,7 @@ class Guests:
         if known is None or known.home is not home or known.state != state:
             with torch.inference_mode(False):  # a later run may train
                 known = self._known[id(home)] = Guest.of(home, device, dtype_of_guest(home, self.offload), state)
-        # A subclass may keep data in attributes, of which its copy has its own.
+        # A subclass may keep data in attributes, and the copy has its own.
         own = {} if type(home) is nn.Parameter else vars(known.leaf)
         vars(known.leaf).update({**vars(home), **own, "_gpipe_is_guest": True})  # see gpipe.checkpoint._state
         return known
@@ -144,7 +144,7 @@ class Guests:
         self._known = {key: guest for key, guest in self._known.items() if key in ids}
 
     def forget(self, guest: Guest) -> None:
-        """Make another guest for the next run, because somebody else uses the memory of this one."""
+        """Make a new guest for the next run, because a view outside the pipe uses the memory of this one."""
         if self._known.get(id(guest.home)) is guest:
             del self._known[id(guest.home)]
             _log.warning(
@@ -155,7 +155,7 @@ class Guests:
 
 
 def dtype_of_guest(home: Tensor, offload: Offload) -> torch.dtype:
-    """Return the dtype with which stages compute in place of ``home``."""
+    """Return the dtype of the copy that stages use instead of ``home``."""
     if isinstance(offload, torch.dtype) and type(home) is nn.Parameter and home.is_floating_point():
         return offload
     return home.dtype
@@ -244,7 +244,7 @@ class Offloaded:
         self._sent: AbstractEvent = None
 
     def guest(self, home: Tensor) -> Tensor:
-        """Return the leaf with which the stage computes in place of ``home``."""
+        """Return the leaf that the stage uses instead of ``home``."""
         if home not in self._guests:
             self._guests[home] = self._known.of(home, self._device)
         return self._guests[home].leaf

@@ -25,7 +25,7 @@ class RunState(NamedTuple):
 
     Attributes:
         trains: whether there are backwards.
-        failures: those of this process, and the earliest that others have told of.
+        failures: the failures of this process, and the earliest one reported by other processes.
         rng: its random numbers, and whether layers have drawn any.
         loss: computes the loss, if the run has any.
         observer: has recorded the actions of this process.

@@ -93,7 +93,7 @@ class SavedTensors:
         self._leaving.free()
         found = _by_storage(entry for each in self._entries if (entry := each()) is not None)
         self._entries = []
-        # Everything in a group refers to the storage once, and so does nobody else.
+        # Move the groups whose entries hold the only references to the storage.
         groups = [group for group in found if uses_of(group[0].tensor) == len(group) + 1]
         if not groups:
             return
@@ -128,7 +128,7 @@ class SavedTensors:
         storages = [storage for each in self._storages if (storage := each()) is not None]
         with torch.no_grad(), torch.inference_mode(False):
             places = [torch.empty_like(storage.bytes, device=self._device) for storage in storages]
-            # After computations that used this memory before, and after the copies to the host, for which they wait.
+            # After earlier computations on this memory, which in turn wait for its copies to the host.
             allocated = record_event(compute)
             wait_event(self._link.inward, allocated)
             with use_stream(self._link.inward):
@@ -172,7 +172,7 @@ class _Storage:
 
 
 class _Layout(NamedTuple):
-    """How a tensor lies in its storage."""
+    """The layout of a tensor in its storage."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -206,7 +206,7 @@ class _Entry:
 
     @property
     def may_leave(self) -> bool:
-        """Whether the bytes of its storage are all of it, and it has not been modified since it was saved."""
+        """True if the tensor has all bytes of its storage, and has not been modified since it was saved."""
         tensor = self.tensor
         return (
             type(tensor) is Tensor
@@ -238,7 +238,7 @@ class _Entry:
 
 
 def expect_no_hooks() -> None:
-    """Raise RuntimeError if this thread has hooks for saved tensors, except those of a pipe around this one."""
+    """Raise RuntimeError if this thread has hooks for saved tensors other than an enclosing pipe's."""
     hooks = saved_tensors_hooks()
     if hooks is not None and not isinstance(getattr(hooks[0], "__self__", None), SavedTensors):
         raise RuntimeError(_AROUND)

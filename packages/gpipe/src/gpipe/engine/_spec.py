@@ -24,12 +24,12 @@ class RunSpec(NamedTuple):
         trains: whether the run has backwards; if not, no cell is kept.
         loss: computes the loss and combines micro-batch losses; None if the run ends with the outputs.
         context: the settings of the calling thread, for workers and recomputations.
-        seed: that of random numbers, if processes have agreed on it; else it is drawn when a layer first draws.
-        observer: is told of the run.
+        seed: the seed of random numbers, if processes have agreed on it; else None until a layer uses random numbers.
+        observer: receives the events of the run.
         splits: the stages whose backward is split.
         updates: updates parameters on the host during the backwards.
         cells_offloaded: the stage and micro-batch of each cell that sends what it saves to the host.
-        replays: whether a model computes its output once more, for all rows, from what its blocks have returned.
+        replays: whether a model recomputes its output on the full batch, from the outputs of its blocks.
 
     A spec with a loss is for one run: the loss collects what that run computes.
     """

@@ -45,7 +45,7 @@ class Trained(NamedTuple):
         sums: holds gradients outside ``.grad`` if a parameter's ``AccumulateGrad`` node has hooks, or may have; else
             None.
         offloaded: the copies of the parameters, if these are on the host.
-        saving: returns the object that collects what a cell saves, if that goes to the host.
+        saving: returns the object that collects a cell's saved tensors, if they are offloaded.
     """
 
     parameters: Sequence[nn.Parameter]
@@ -166,7 +166,7 @@ class StageRun:
             self._send(i, sent)
 
     def _collecting(self, i: int) -> AbstractContextManager[None]:
-        """Return the context of a forward, which collects what it saves if that goes to the host."""
+        """Return the context of a forward, which collects its saved tensors if they are offloaded."""
         if self._saving is None or (self.stage.index, i) not in self._spec.cells_offloaded:
             return nullcontext()
         self._saved[i] = self._saving()

@@ -163,7 +163,7 @@ class Tied:
                 self._then[each, name] = _state(each)
 
     def guest_of(self, tensor: Tensor, stage: int) -> Tensor | None:
-        """Return the copy of a parameter on the host with which a stage computes while it is loaded."""
+        """Return the copy of an offloaded parameter that a stage uses while it is loaded."""
         return self.offloaded[stage].find(self.owner_of(tensor)) if stage in self.offloaded else None
 
     def guests(self) -> dict[int, int]:
@@ -184,7 +184,7 @@ class Tied:
         return {*others, *(self.owner_of(leaf) for each in sums for leaf in each.leaves)}
 
     def give(self, leaf: Tensor, tensor: Tensor) -> None:
-        """Give the gradient of ``leaf``, which the loss uses in place of it, to a ``tensor`` of the caller."""
+        """Give the gradient of ``leaf``, which the loss uses instead of it, to a ``tensor`` of the caller."""
         self.shares = True
         self._given[leaf] = len(self._stages), tensor
 
@@ -199,7 +199,7 @@ class Tied:
             )
 
     def joined(self, gradients: Sequence[LeafGradient]) -> list[LeafGradient]:
-        """Return ``gradients`` of owners in place of copies, like the owners, in the order of the stages."""
+        """Map the ``gradients`` of copies to their owners, in the order of the stages."""
         owners = {**self._given, **self._owners}
         found = [(*owners.get(leaf, (0, leaf)), gradient) for leaf, gradient in gradients]
         # Sorted by stage, because sums of floats depend on their order, and threads finish in any order.

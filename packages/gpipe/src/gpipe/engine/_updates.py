@@ -25,7 +25,7 @@ class Updates:
     """The updates of one step, on a thread of their own.
 
     Args:
-        optimizer: updates each parameter by itself, and skips those without a gradient, as torch's optimizers do.
+        optimizer: updates each parameter independently, and skips those without a gradient, like torch's optimizers.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

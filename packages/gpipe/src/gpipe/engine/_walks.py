@@ -29,7 +29,7 @@ class Size(NamedTuple):
 
     @property
     def order(self) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-        """The number of micro-batches, the placement and the stops, from which schedules are made."""
+        """The number of micro-batches, the placement and the stops, which determine schedules."""
         return self.microbatches, self.placement, self.checkpoint_stops
 
 
