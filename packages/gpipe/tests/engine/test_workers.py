@@ -85,7 +85,7 @@ def test_close_ends_threads_until_next_run(born: Callable[[], set[threading.Thre
         pipe.close()
 
 
-def test_workers_end_even_if_the_second_stop_is_interrupted(born: Callable[[], set[threading.Thread]]) -> None:
+def test_workers_end_if_the_second_stop_is_interrupted(born: Callable[[], set[threading.Thread]]) -> None:
     interrupts = iter([False, False, True])  # the first stop is the worker's
 
     def stop() -> None:
