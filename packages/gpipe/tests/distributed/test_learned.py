@@ -51,7 +51,10 @@ def _expect_as_plain(loss: int, batches: list[tuple[int, int, int]], items: Any,
     expect_gradients(rank, plain)
     rank.close()
     later = "1f1b" if loss < len(BY_ITEMS) else "fill_drain"
-    assert schedules == ["fill_drain", *[later] * (len(batches) - 1)]
+    assert schedules[0] == "fill_drain"
+    # A trial without a label in some micro-batch may leave the convention unknown.
+    assert {*schedules[1:]} <= {later, "fill_drain"}
+    assert {*schedules[1:]} == {later} or any(kept < rows for rows, _, kept in batches)
 
 
 def test_a_schedule_by_name_needs_a_convention_that_is_known(worlds) -> None:

@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from microbatch import map_tensors
 
 from ._agreement import METHOD
 from ._deferred_signals import allow_signals, defer_signals
 from ._errors import LostRankError
+from ._groups import Group
 from ._norm import norm_over
-from ._steps import RankStepping
+from ._processes import Ranks
+from ._replicas import Replicas
+
+
+class Connected(Protocol):
+    """What these calls use of a rank."""
+
+    _processes: Ranks
+    _replicas: Replicas
+    _members: tuple[int, ...]
+    _group: Group | None
+    _devices: list[torch.device]
+
+    def _readers(self) -> set[int]: ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
 
 
 @defer_signals()
-def announce(rank: RankStepping, method: str, check: Callable[[Sequence[int]], None] = lambda members: None) -> None:
+def announce(rank: Connected, method: str, check: Callable[[Sequence[int]], None] = lambda members: None) -> None:
     """Begin a ``method`` that all ranks and replicas call together. ValueError on all if one calls another one.
 
     Args:
@@ -57,22 +74,22 @@ def announce_new_replica(members: Sequence[int]) -> None:
             return
 
 
-def _latest(fits: Callable[[RankStepping], bool]) -> list[RankStepping]:
+def _latest(fits: Callable[[Connected], bool]) -> list[Connected]:
     """Return the ranks of this process that are connected and ``fit``, the last one first."""
     return [rank for _, rank in sorted(_created.items(), reverse=True) if rank._processes.is_open and fits(rank)]
 
 
-def register(rank: RankStepping) -> None:
+def register(rank: Connected) -> None:
     """Remember a new rank, which later ones are announced to."""
     _created[next(_numbers)] = rank
 
 
 _numbers = itertools.count()
-_created: WeakValueDictionary[int, RankStepping] = WeakValueDictionary()
+_created: WeakValueDictionary[int, Connected] = WeakValueDictionary()
 
 
 @defer_signals()
-def shared_by_first(rank: RankStepping, method: str, read: Callable[[], Any]) -> Any:
+def shared_by_first(rank: Connected, method: str, read: Callable[[], Any]) -> Any:
     """Call ``read`` on the rank of the first stage, and return its result on all ranks, which call this together.
 
     Ranks that need the tensors of mini-batches get copies on the CPU. Other ranks get None in place of each tensor.
@@ -93,7 +110,7 @@ def shared_by_first(rank: RankStepping, method: str, read: Callable[[], Any]) ->
 
 
 @defer_signals()
-def gradient_norm(rank: RankStepping, method: str) -> Tensor:
+def gradient_norm(rank: Connected, method: str) -> Tensor:
     """Return the 2-norm of the gradients of all ranks, which call this in the same ``method``."""
     with rank._processes.opening() as found, allow_signals():
         found.alike = {METHOD: method}

@@ -148,22 +148,23 @@ def different_rows(told: Iterable[tuple[int, Mapping[str, Digest]]]) -> ValueErr
             if other.value is None and not digest.differs(other):
                 first[path] = rank, digest
             if digest.differs(other):
-                return ValueError(_difference(path, (other_rank, other), (rank, digest)))
+                difference = _difference(path, (other_rank, other), (rank, digest))
+                return ValueError(f"the ranks of a pipe got different mini-batches: {difference}")
     return None
 
 
 def _difference(path: str, one: tuple[int, Digest], other: tuple[int, Digest]) -> str:
-    start, (rank, digest), (other_rank, other_digest) = "the ranks of a pipe got different mini-batches", one, other
+    (rank, digest), (other_rank, other_digest) = one, other
     if digest.shape is None or other_digest.shape is None:
         return (
-            f"{start}: {path} is {_text(digest)} on rank {rank}, but {_text(other_digest)} on rank {other_rank}; pass "
+            f"{path} is {_text(digest)} on rank {rank}, but {_text(other_digest)} on rank {other_rank}; pass "
             "the same numbers and strings on all ranks, or None where an argument is not needed"
         )
     has = "has other values than that"
     if digest[:2] != other_digest[:2]:
         has = f"has {_text(digest)}, but {_text(other_digest)}"
     return (
-        f"{start}: {path} of rank {rank} {has} of rank {other_rank}, so inputs would be trained with the targets of "
+        f"{path} of rank {rank} {has} of rank {other_rank}, so inputs would be trained with the targets of "
         f"other rows; {_REMEDY}"
     )
 
