@@ -8,7 +8,6 @@ processes goes on from the last checkpoint.
 
 from __future__ import annotations
 
-import argparse
 import random
 import re
 import shutil
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from gpipe import GPipe
 from gpipe.distributed import Rank, load, save
 
+from ..soaking import run
 from ..worlds import World, world
 
 STAGES, EVERY, LIMIT = [2, 2, 2, 2], 5, 120.0
@@ -154,12 +154,7 @@ def soak(steps: int, seed: int = 0, most: int = 4) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="soak")
-    parser.add_argument("--steps", type=int, default=2_000)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    soak(options.steps, options.seed)
-    return 0
+    return run(soak, 2_000, arguments)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ Signals interrupt real waits here: a timer sends SIGINT to this process.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import random
@@ -26,6 +25,7 @@ import torch
 from gpipe import GPipe
 
 from ..layers import Layer, Row, linear, rows, trained
+from ..soaking import run
 from .scenarios import model_of
 
 SCHEDULES = (None, "fill_drain", "1f1b", "zero_bubble")
@@ -115,12 +115,7 @@ def soak(steps: int, seed: int = 0) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="soak")
-    parser.add_argument("--steps", type=int, default=20_000)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    soak(options.steps, options.seed)
-    return 0
+    return run(soak, 20_000, arguments)
 
 
 if __name__ == "__main__":

@@ -57,16 +57,18 @@ def copied(layer: Layer) -> Layer:
 
 def _duplicate(x: Tensor) -> Tensor:
     """Copy a tensor that deepcopy may refuse: of a subclass, or in a compressed sparse layout."""
-    if is_compressed(x):
-        made = x.detach().clone()
-        return nn.Parameter(made, x.requires_grad) if isinstance(x, nn.Parameter) else made
     try:
         return copy.deepcopy(x)
     except RuntimeError:
-        names, context = x.__tensor_flatten__()  # type: ignore[attr-defined]
-        parts = {name: _duplicate(getattr(x, name)) for name in names}
-        made = type(x).__tensor_unflatten__(parts, context, x.size(), x.stride())  # type: ignore[attr-defined]
+        made = x.detach().clone() if is_compressed(x) else _from_parts(x)
         return nn.Parameter(made, x.requires_grad) if isinstance(x, nn.Parameter) else made
+
+
+def _from_parts(x: Tensor) -> Tensor:
+    names, context = x.__tensor_flatten__()  # type: ignore[attr-defined]
+    parts = {name: _duplicate(getattr(x, name)) for name in names}
+    made: Tensor = type(x).__tensor_unflatten__(parts, context, x.size(), x.stride())  # type: ignore[attr-defined]
+    return made
 
 
 def tensors_of(layer: nn.Module) -> Iterator[Tensor]:

@@ -59,6 +59,16 @@ def listed_devices(devices: Any, model: nn.Module) -> Any:
     return [*islice(devices, 1 + sum(1 for _ in model.modules()))] if isinstance(devices, Iterator) else devices
 
 
+def counted(text: str) -> tuple[int, str]:
+    """Return the number of hypothetical devices in a text, and their name or memory.
+
+    >>> counted("2x24GB"), counted("H100")
+    ((2, '24GB'), (1, 'H100'))
+    """
+    match = COUNTED.fullmatch(text)
+    return (int(match[1]), match[2]) if match else (1, text)
+
+
 class Facts(NamedTuple):
     """The speed and memory of a device, if the caller passes them."""
 
@@ -79,8 +89,7 @@ def read_facts(devices: Any) -> tuple[Any, list[Facts]]:
     names, facts = list[Any](), list[Facts]()
     for j, each in enumerate(devices):
         name, said = each if _has_facts(each) else (each, {})
-        match = COUNTED.fullmatch(name) if isinstance(name, str) else None
-        count, name = (int(match[1]), match[2]) if match else (1, name)
+        count, name = counted(name) if isinstance(name, str) else (1, name)
         names += [name] * count
         facts += [_facts(said, f"devices[{j}]")] * count
     return names, facts

@@ -56,7 +56,7 @@ def calibrated(
         dry_run: returns a candidate with the bytes of a dry run.
     """
     near = [each for each in found if each.seconds <= _WORTH * found[0].seconds]
-    candidates = [found[0], *(candidate for candidate in map(dry_run, near[1:_MOST]) if fits(candidate))]
+    candidates = [found[0], *filter(fits, map(dry_run, near[1:_MOST]))]
     trials = _race(candidates, try_out)
     medians = [median(trial) for trial in trials]
     # Choose the simplest candidate that is about as fast as the fastest.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from profiler import LayerProfile, Profile
 
-from ._arguments import COUNTED, is_size, read_bytes
+from ._arguments import COUNTED, counted, is_size, read_bytes
 from ._links import Links, read_links
 
 _FLOPS_REACHED, _BANDWIDTH_REACHED = 0.4, 0.7
@@ -74,8 +74,7 @@ def _are_fake(texts: Any) -> bool:
 
 def _described(text: str) -> list[FakeDevice]:
     """Return the devices with this name or memory, after an optional count."""
-    match = COUNTED.fullmatch(text)
-    count, name = (int(match[1]), match[2]) if match else (1, text.strip())
+    count, name = counted(text.strip())
     if name.upper() in _KINDS:
         return [FakeDevice(name.upper(), *_KINDS[name.upper()])] * count
     _, flops, bandwidth = _KINDS[_GENERIC]

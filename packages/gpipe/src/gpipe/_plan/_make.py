@@ -158,7 +158,9 @@ def plan(
     if not found.layers:
         raise ValueError("model: expected at least one layer, got none")
     places, given = (read_places(devices, fake, most) for most in (len(found.layers), _arguments.ALL))
-    if not fake and host_bandwidth is None and places[0].type != "cpu":
+    modes = _arguments.read_modes(checkpoint, separate_memory=places[0].type != "cpu")
+    uses_host = host.parameters or OFFLOAD in modes
+    if uses_host and not fake and host_bandwidth is None and places[0].type != "cpu":
         host = replace(host, bandwidth=measured_host_bandwidth(places))
     if not fake and (profile is None or calibrate):
         expect_data(model, "plan")
@@ -175,7 +177,7 @@ def plan(
         # Devices without a layer are not used, whatever is known of them.
         memory=_arguments.read_memory(memory, given, facts, _sizes_of(fake) if fake else None)[: len(places)],
         speeds=_arguments.read_speeds(speeds, len(given), facts)[: len(places)],
-        modes=_arguments.read_modes(checkpoint, separate_memory=places[0].type != "cpu"),
+        modes=modes,
         optimizer=optimizer_bytes(optimizer, found.layers.values()),
         profile=read_profile(profile, found.names, timed=fake is None),
         host=host,
@@ -250,8 +252,7 @@ def _ordered(request: Request, found: list[Candidate]) -> list[Candidate]:
     if request.schedule is None:
         least = min(candidate.seconds for candidate in found)
         faster = [candidate for candidate in faster if candidate.seconds < least * (1 - WORTH)]
-    fitting = (candidate for candidate in map(partial(_dry_run, request), faster) if _fits(request, candidate))
-    first = next(fitting, None)
+    first = next(filter(partial(_fits, request), map(partial(_dry_run, request), faster)), None)
     return found if first is None else [first, *found]
 
 
