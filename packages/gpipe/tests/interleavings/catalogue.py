@@ -136,6 +136,26 @@ def scenarios() -> list[Scenario]:
     return found
 
 
+def large() -> list[Scenario]:
+    """Four stages and eight micro-batches: too many orders to enumerate, so random priorities are tried instead."""
+    found = []
+    eight: dict[str, Any] = {"chunks": 8}
+    for schedule in ("fill_drain", "1f1b", "zero_bubble", None, "evaluate"):
+        four = points(4, backward=schedule != "zero_bubble")
+        found.append(Scenario(f"large-{schedule or 'call'}", four, (2,) * 4, schedule, eight, count=8))
+    for schedule, order in (("interleaved", (0, 1, 0, 1)), ("zbv", (0, 1, 1, 0))):
+        four = points(4, backward=schedule == "interleaved")
+        placed = {**eight, "devices": [torch.device("cpu", j) for j in order]}
+        found.append(Scenario(f"large-{schedule}", four, (2,) * 4, schedule, placed, count=8))
+    always = {**eight, "checkpoint": "always"}
+    found.append(Scenario("large-1f1b-always", points(4), (2,) * 4, "1f1b", always, count=8))
+    model = row(*(part(k) for k in range(4)))
+    for schedule in ("1f1b", None):
+        name = f"large-{schedule or 'call'}-model"
+        found.append(Scenario(name, model, (1,) * 4, schedule, {**eight, **blocks(4)}, count=8))
+    return found
+
+
 def model_of_layers(create: Callable[[], nn.Sequential]) -> Callable[[], nn.Module]:
     def model() -> nn.Module:
         with torch.random.fork_rng(devices=[]):
@@ -146,7 +166,8 @@ def model_of_layers(create: Callable[[], nn.Sequential]) -> Callable[[], nn.Modu
 
 
 between_model = model_of_layers(between)  # type: ignore[arg-type]
-PROGRAMS: dict[str, Callable[[], None]] = {each.name: each for each in scenarios()} | SEVERAL | WORKERS
+LARGE: dict[str, Callable[[], None]] = {each.name: each for each in large()}
+PROGRAMS: dict[str, Callable[[], None]] = {each.name: each for each in scenarios()} | SEVERAL | WORKERS | LARGE
 ORDERS_ONLY = frozenset({"nested-seeds", "two-seeds"})
 """Programs that inject their own interrupt, or whose results are compared, so that all threads must return one."""
 """Programs that are interrupted in each run. A failure or a second interrupt is not injected."""
