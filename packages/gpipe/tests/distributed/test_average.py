@@ -29,7 +29,7 @@ kinds = st.lists(st.sampled_from(["none", "dense", "sparse"]), min_size=len(SHAP
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(kinds, kinds, st.sampled_from([1, 24, 2**20]))
-def test_the_average_of_what_is_there(worlds: Any, first: list[str], second: list[str], bucket: int) -> None:
+def test_average_of_arbitrary_gradients(worlds: Any, first: list[str], second: list[str], bucket: int) -> None:
     """Whatever gradients two replicas have, of whatever dtype, in buckets of whatever size."""
     worlds(2).run(_expect_average, [first, second], bucket)
 
@@ -113,7 +113,7 @@ def _expect_as_the_whole(schedule: str, checkpoint: str) -> None:
         expect_gradients(rank, plain)
 
 
-def test_a_pipe_in_one_process(worlds: Any) -> None:
+def test_gradients_of_pipes_are_averaged(worlds: Any) -> None:
     """With ``step``, whose gradients ``DistributedDataParallel`` would not average."""
     worlds(2).run(_expect_pipes_as_the_whole)
 
@@ -129,7 +129,7 @@ def _expect_pipes_as_the_whole() -> None:
     pipe.close()
 
 
-def test_a_group_of_other_stages_is_refused(worlds: Any) -> None:
+def test_averaging_over_different_stages_raises(worlds: Any) -> None:
     for succeeded, text in worlds(2).answers(_averaged_over_stages):
         assert not succeeded
         assert "ValueError: the ranks disagree: the first parameter is '0.weight' on rank 0, but '3.rarely" in text
@@ -144,7 +144,7 @@ KINDS = [["sparse", "dense", "dense", "dense", "dense"]] * REPLICAS
 
 
 @pytest.mark.parametrize("is_killed", [True, False])
-def test_a_replica_that_is_killed_or_fails_is_named(is_killed: bool) -> None:
+def test_killed_or_failed_replica_is_named(is_killed: bool) -> None:
     """Also by replicas that have no connection to it in a ring; and in the next average."""
     expect_named(REPLICAS, (0, 2, 3), _lose, is_killed)
 

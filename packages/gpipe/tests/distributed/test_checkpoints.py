@@ -167,7 +167,7 @@ TWO, V, FOUR = Setup(2, [3, 3], [0, 1]), Setup(2, [1, 2, 2, 1], [1, 0, 0, 1]), S
 @example(before=TWO, after=PLAIN, steps=2, flat=True)
 @example(before=FOUR, after=V, steps=1, flat=False)
 @example(before=V, after=PIPE, steps=1, flat=True)
-def test_it_goes_on_elsewhere(
+def test_training_resumes_with_a_different_setup(
     tmp_path_factory: Any, run: Any, before: Setup, after: Setup, steps: int, flat: bool
 ) -> None:
     """Also a model with a forward of its own."""
@@ -190,7 +190,7 @@ def _loads_its_own_state(setup: Setup) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_torch_reads_it(tmp_path: Path, run: Any) -> None:
+def test_torch_loads_the_checkpoint(tmp_path: Path, run: Any) -> None:
     """It is a checkpoint like any other, also the state of the optimizer."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import state_dict
@@ -207,7 +207,7 @@ def test_torch_reads_it(tmp_path: Path, run: Any) -> None:
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_torch_writes_it_while_training_goes_on(tmp_path: Path, run: Any, flat: bool) -> None:
+def test_torch_saves_asynchronously_during_training(tmp_path: Path, run: Any, flat: bool) -> None:
     """It is the state at the call, for any number of processes."""
     path = str(tmp_path / "checkpoint")
     run(2, begin_in_background, path, TWO._replace(flat=flat))
@@ -238,7 +238,7 @@ def begin_in_background(path: str, setup: Setup) -> None:
     torch.testing.assert_close(losses, uninterrupted(4, setup.flat)[2:], rtol=1e-9, atol=1e-12)
 
 
-def test_replicas_save_once(tmp_path: Path, run: Any) -> None:
+def test_replicas_are_saved_once(tmp_path: Path, run: Any) -> None:
     """Two replicas of a pipe of two stages write what one does."""
     run(4, begin_replicas, str(tmp_path / "replicas"))
     run(2, begin, str(tmp_path / "one"), TWO, 1)
@@ -260,7 +260,7 @@ class Interrupted(BaseException):
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_an_interrupted_save_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool) -> None:
+def test_interrupted_save_keeps_the_previous_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool) -> None:
     """Wherever it is interrupted; the next one is whole."""
     from torch.distributed.checkpoint import FileSystemWriter
 
@@ -315,7 +315,7 @@ SAVING = [(0, phase) for phase in PHASES] + [(who, phase) for who in (1, 2) for 
 
 
 @pytest.mark.parametrize(("who", "phase"), long_but(SAVING, (1, "write")))
-def test_a_rank_that_is_killed_while_it_saves(tmp_path: Path, who: int, phase: str) -> None:
+def test_rank_killed_during_save_is_named(tmp_path: Path, who: int, phase: str) -> None:
     """The others hear who it was, also when they save again; the last whole checkpoint is there."""
     path = str(tmp_path / "checkpoint")
     save(path, _constant(1.0))
@@ -363,7 +363,7 @@ WRONG: dict[str, Callable[[nn.Sequential], nn.Module]] = {
 
 @pytest.mark.parametrize("message", WRONG)
 @pytest.mark.parametrize("setup", [PLAIN, TWO], ids=["plain", "two"])
-def test_of_another_model(tmp_path: Path, run: Any, message: str, setup: Setup) -> None:
+def test_checkpoint_of_a_different_model_raises(tmp_path: Path, run: Any, message: str, setup: Setup) -> None:
     """All ranks say what is wrong; nothing has changed."""
     path = str(tmp_path / "checkpoint")
     save(path, WRONG[message](network()))
@@ -378,7 +378,7 @@ def expect_refused(path: str, setup: Setup, message: str) -> None:
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
-def test_without_or_of_another_optimizer(tmp_path: Path) -> None:
+def test_missing_or_different_optimizer_raises(tmp_path: Path) -> None:
     path, model = tmp_path / "checkpoint", network()
     save(path, model)
     with pytest.raises(ValueError, match="was saved without one"):
@@ -396,13 +396,13 @@ def test_without_or_of_another_optimizer(tmp_path: Path) -> None:
     assert not torch.equal(other[0].weight, model[0].weight)
 
 
-def test_an_entry_that_is_a_dict(tmp_path: Path) -> None:
+def test_dict_as_extra_state_raises(tmp_path: Path) -> None:
     kind = type("Kind", (nn.Linear,), {"get_extra_state": lambda self: {"a": 1}})
     with pytest.raises(ValueError, match="the entry '_extra_state' is a dict"):
         save(tmp_path / "path", kind(1, 1))
 
 
-def test_not_a_whole_checkpoint(tmp_path: Path) -> None:
+def test_incomplete_checkpoint_raises(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no complete checkpoint"):
         load(tmp_path / "none", network())
     (tmp_path / "folder").mkdir()
@@ -415,7 +415,7 @@ def test_not_a_whole_checkpoint(tmp_path: Path) -> None:
         save("s3://bucket/checkpoint", network())
 
 
-def test_a_rank_keeps_no_parameters_of_other_stages(worlds):
+def test_rank_frees_parameters_of_other_stages(worlds):
     """Nor graphs of its own ones: gradients would be added up outside of ``.grad``, for hooks that are not there."""
     worlds(2).run(_expect_own_parameters_only)
 
@@ -437,7 +437,7 @@ def _expect_own_parameters_only() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_groups_without_parameters_have_the_options_of_other_ranks(worlds: Any, tmp_path: Path, size: int) -> None:
+def test_empty_groups_take_options_from_other_ranks(worlds: Any, tmp_path: Path, size: int) -> None:
     """Wherever the only layer of a group is, and also for a scheduler that goes on."""
     path = str(tmp_path / "run")
     expected = worlds(2).run(_grouped, path, [1, 3], None)[0]
@@ -472,7 +472,7 @@ def _grouped(path: str, balance: list[int], expected: Any) -> Any:
     return options, rates, scheduler.get_last_lr() if expected is None else expected[2]
 
 
-def test_a_group_without_parameters_needs_the_same_groups_on_all_ranks(worlds: Any, tmp_path: Path) -> None:
+def test_empty_group_requires_same_groups_on_all_ranks(worlds: Any, tmp_path: Path) -> None:
     for text in worlds(2).run(_other_groups, str(tmp_path / "run")):
         assert "has no parameters, so it has the options of the same group on other ranks" in text
 
@@ -487,7 +487,7 @@ def _other_groups(path: str) -> str:
     return str(caught.value)
 
 
-def test_a_rank_of_layers_without_biases_is_printed(worlds: Any) -> None:
+def test_repr_of_layers_without_biases(worlds: Any) -> None:
     for text in worlds(2).run(_printed):
         assert "bias=False" in text
 

@@ -18,7 +18,7 @@ from .planted import batch, network
 
 
 @pytest.mark.parametrize("change", ["values", "frozen", "pruned", "batch norm"])
-def test_copies_that_are_not_treated_alike_are_refused_on_all_ranks(worlds: Any, change: str) -> None:
+def test_diverged_copies_raise_on_all_ranks(worlds: Any, change: str) -> None:
     for _, text in worlds(3).answers(_step_after, change):
         assert "ValueError: " in text
         assert "of rank 2 are one tensor of the model, but now differ" in text
@@ -42,7 +42,7 @@ def _step_after(change: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_copies_may_differ_by_the_rounding_of_their_dtype(dtype: torch.dtype) -> None:
+def test_copies_may_differ_by_rounding_errors(dtype: torch.dtype) -> None:
     """Not by a decay of three hundred steps (3e-4) or, in half precision, of 1%: what is less does not change these."""
     weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     is_half = dtype.itemsize == 2
@@ -58,7 +58,7 @@ def test_copies_may_differ_by_the_rounding_of_their_dtype(dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("who", ["loss", "layer"])
 @pytest.mark.parametrize("counted", [False, True])
-def test_who_uses_a_parameter_of_another_rank_is_refused(worlds: Any, who: str, counted: bool) -> None:
+def test_using_a_parameter_of_another_rank_raises(worlds: Any, who: str, counted: bool) -> None:
     (_, told), (_, text) = worlds(2).answers(_use, who, counted)
     assert "belongs to stage 0 on another rank" in text
     assert "rank 1 failed: RuntimeError: " in told
@@ -79,7 +79,7 @@ def _use(who: str, counted: bool) -> None:
     rank.step(*batch(), loss_fn=loss_fn)
 
 
-def test_each_rank_draws_its_own_values_and_all_generators_stay_alike(worlds: Any) -> None:
+def test_initial_weights_differ_but_generators_stay_equal(worlds: Any) -> None:
     found = worlds(2).run(_drawn)
     assert len({tuple(weight) for weights, _ in found for weight in weights}) == 4
     assert found[0][1] == found[1][1]
@@ -93,7 +93,7 @@ def _drawn() -> tuple[list[list[float]], int]:
     return [layer.weight.flatten().tolist() for layer in rank.partitions[0]], int(torch.randint(2**31, ()))
 
 
-def test_a_shared_weight_that_was_saved_under_one_name_is_loaded_on_each_rank(worlds: Any) -> None:
+def test_shared_weight_is_loaded_on_each_rank(worlds: Any) -> None:
     worlds(2).run(_expect_loaded)
 
 

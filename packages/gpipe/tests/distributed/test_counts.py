@@ -51,7 +51,7 @@ SIZES = [2, 4, pytest.param(8, marks=pytest.mark.long)]
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_messages_are_those_on_the_page(worlds: Any, n: int) -> None:
+def test_message_counts_match_the_documentation(worlds: Any, n: int) -> None:
     """With one stage each; the root of a meeting tells all others, each of which tells it. All are one transfer."""
     for k, found in enumerate(worlds(n).run(_counts)):
         neighbours = {k - 1, k + 1} & {*range(n)}
@@ -64,7 +64,7 @@ def test_messages_are_those_on_the_page(worlds: Any, n: int) -> None:
         assert found["peers"] == (len(neighbours | {0}) if k else n - 1)
 
 
-def test_what_the_first_rank_tells_each_other_one_hardly_grows(worlds: Any) -> None:
+def test_bytes_sent_to_each_rank_hardly_grow(worlds: Any) -> None:
     """Of a step nothing at all, whose reports are empty; of the meetings when it is made, the facts of each rank."""
     found = {n: worlds(n).run(_counts)[0] for n in (2, 4)}
     each = {n: found[n]["step"]["bytes"] / (n - 1) for n in found}

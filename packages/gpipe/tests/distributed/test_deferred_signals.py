@@ -56,7 +56,7 @@ BLOCKS = st.recursive(st.just("signal"), lambda inner: st.tuples(st.sampled_from
 
 
 @given(st.lists(BLOCKS, max_size=4))
-def test_handlers_run_only_where_they_are_allowed_and_none_is_lost(program: list[Any]) -> None:
+def test_handlers_run_only_when_signals_are_allowed(program: list[Any]) -> None:
     """The second signal of a kind runs its handler at once, which counts for both."""
     runs, expected, pending, states = list[int](), 0, [False], ["a"]
 
@@ -92,7 +92,7 @@ def test_handlers_run_only_where_they_are_allowed_and_none_is_lost(program: list
     assert not pending[0]
 
 
-def test_a_handler_waits_for_a_block_that_allows_it_or_for_the_end() -> None:
+def test_handler_waits_until_signals_are_allowed() -> None:
     order: list[str] = []
     with handled(lambda number, frame: order.append("handler"), signal.SIGUSR1):
         with defer_signals():
@@ -110,14 +110,14 @@ def test_a_handler_waits_for_a_block_that_allows_it_or_for_the_end() -> None:
     assert order == ["deferred", "handler", "allowed", "inner", "handler", "allowed", "last", "handler", "end"]
 
 
-def test_the_second_signal_of_a_kind_is_not_deferred() -> None:
+def test_second_signal_of_a_kind_runs_immediately() -> None:
     with handled(_stop, signal.SIGUSR1), defer_signals():
         signal.raise_signal(signal.SIGUSR1)
         with pytest.raises(Stop):
             signal.raise_signal(signal.SIGUSR1)
 
 
-def test_a_handler_that_was_set_meanwhile_is_kept() -> None:
+def test_handler_set_in_the_block_is_kept() -> None:
     with handled(_stop, signal.SIGUSR1):
         with defer_signals():
             before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -210,7 +210,7 @@ CALLS = ["step", "evaluate", "forward", "clip", "average", "read", "save", "load
     phases=[phase for phase in Phase if phase is not Phase.shrink],  # an example may take as long as a timeout
 )
 @given(st.sampled_from(CALLS), st.integers(0, 1), st.lists(st.floats(0, 0.9), max_size=2))
-def test_a_signal_in_a_call_leaves_no_rank_in_another(
+def test_signal_leaves_all_ranks_in_the_same_call(
     worlds: Any, tmp_path: Path, call: str, who: int, places: list[float]
 ) -> None:
     """It is raised there and told to the others by name, or it is raised at the end of a call that succeeds on all."""
@@ -256,7 +256,7 @@ def _outcome(case: _Case, call: str, at: int) -> str:
 
 
 @pytest.mark.parametrize("call", ["step", "clip", "save"])
-def test_an_error_within_an_exchange_is_told_by_name_and_no_later_call_hangs(
+def test_error_during_exchange_raises_on_all_ranks(
     worlds: Any, tmp_path: Path, call: str
 ) -> None:
     """An interrupt that could not be deferred: the second Ctrl+C, or one from another thread."""

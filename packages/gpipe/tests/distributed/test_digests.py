@@ -33,7 +33,7 @@ def _digest(tensor: Any) -> Digest:
 
 
 @given(shapes, st.sampled_from(DTYPES))
-def test_the_digest_of_equal_values_is_equal(shape: list[int], dtype: torch.dtype) -> None:
+def test_digests_of_equal_values_are_equal(shape: list[int], dtype: torch.dtype) -> None:
     """In whatever memory they are, and however they will be split."""
     x = _random(shape, dtype)
     apart = torch.stack([x, x], -1)[..., 0]
@@ -49,7 +49,7 @@ def test_the_digest_of_equal_values_is_equal(shape: list[int], dtype: torch.dtyp
 
 
 @given(shapes, st.sampled_from(DTYPES), st.data())
-def test_the_digest_of_other_rows_is_another(shape: list[int], dtype: torch.dtype, data: st.DataObject) -> None:
+def test_digests_of_different_rows_differ(shape: list[int], dtype: torch.dtype, data: st.DataObject) -> None:
     """Rows in another order, of a later mini-batch, or one element of a small tensor."""
     x = _random(shape, dtype)
     y = x.clone()
@@ -61,13 +61,13 @@ def test_the_digest_of_other_rows_is_another(shape: list[int], dtype: torch.dtyp
         assert torch.equal(other, x) == (not _digest(x).differs(_digest(other)))
 
 
-def test_what_has_no_elements_to_read_is_compared_by_shape() -> None:
+def test_tensors_without_readable_elements_compare_by_shape() -> None:
     for value in (torch.empty(3, device="meta"), torch.eye(3).to_sparse(), torch.empty(0)):
         assert _digest(value).value is None
     assert not Digests({"x": None, "y": [object(), [1, 2].append]}).known
 
 
-def test_a_value_that_is_known_later_is_compared_with_all() -> None:
+def test_late_digest_is_compared_with_all_ranks() -> None:
     unknown, one, two = (Digest((3,), "torch.float32", value) for value in (None, 1, 2))
     assert different_rows([(0, {"x": unknown}), (1, {"x": one}), (0, {"x": one})]) is None
     error = different_rows([(0, {"x": unknown}), (1, {"x": one}), (0, {"x": two})])
@@ -94,7 +94,7 @@ def mini_batches(draw: st.DrawFn) -> list[dict[str, int | None]]:
     max_examples=max(16, settings().max_examples // 4),
 )
 @given(mini_batches(), st.sampled_from(["step", "evaluate", "forward"]), st.booleans(), st.booleans())
-def test_ranks_with_other_rows_are_refused(
+def test_ranks_with_different_rows_raise(
     worlds: Any, seeds: list[dict[str, int | None]], method: str, late: bool, nested: bool
 ) -> None:
     """By all ranks, before any gradient; or at the end of the step if the values were on a device."""
@@ -154,7 +154,7 @@ def _own(rank: Rank, plain: nn.Module) -> list[nn.Parameter]:
 
 
 @pytest.mark.parametrize("how", ["sampler", "skips", "shuffles"])
-def test_loaders_of_their_own_are_refused(worlds: Any, how: str) -> None:
+def test_independent_loaders_raise(worlds: Any, how: str) -> None:
     for at, text in worlds(2).run(_loads, how):
         assert "input of rank 0 has other values than that of rank 1" in text
         assert at == (2 if how == "skips" else 0)
@@ -179,7 +179,7 @@ def _loads(how: str) -> tuple[int, str]:
     raise AssertionError("all mini-batches were trained")
 
 
-def test_each_pipe_has_rows_of_its_own(worlds: Any) -> None:
+def test_each_replica_has_its_own_rows(worlds: Any) -> None:
     """And a difference in one of them is raised by all."""
     worlds(4).run(_expect_own_rows)
 
@@ -200,7 +200,7 @@ def _expect_own_rows() -> None:
     assert all(p.grad is None for p in rank.parameters())
 
 
-def test_a_rank_may_omit_what_it_does_not_need(worlds: Any) -> None:
+def test_ranks_may_omit_unneeded_arguments(worlds: Any) -> None:
     worlds(2).run(_expect_omitted)
 
 
@@ -231,7 +231,7 @@ VALUES: list[Any] = [True, False, 1, 2, 1.0, -0.5, "mean", "sum", "long " * 50, 
     max_examples=max(6, settings().max_examples // 4),
 )
 @given(*[st.sampled_from(VALUES)] * 4, st.sampled_from(["step", "evaluate"]), st.booleans())
-def test_numbers_and_strings_that_differ_are_refused(
+def test_different_numbers_or_strings_raise(
     worlds: Any, one: Any, other: Any, first: Any, second: Any, method: str, omits: bool
 ) -> None:
     """By name, on all ranks, before any gradient. None is not compared."""
@@ -265,6 +265,6 @@ def _pass_values(given: list[list[Any]], method: str, omits: bool) -> str | None
     return found
 
 
-def test_only_so_many_numbers_are_compared() -> None:
+def test_number_of_compared_values_is_limited() -> None:
     """So that lists of numbers, as long as a mini-batch, take no time."""
     assert len(Digests({"x": [*range(1000)], "y": ["a"]}).known) == COUNT + 1

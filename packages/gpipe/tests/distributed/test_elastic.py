@@ -43,7 +43,7 @@ dist.destroy_process_group()
 """
 
 
-def test_a_run_that_was_started_again_is_the_one_that_was_not(tmp_path: Path) -> None:
+def test_restarted_run_matches_an_uninterrupted_run(tmp_path: Path) -> None:
     found = [_losses(tmp_path, how) for how in ("ends", "goes on")]
     assert len(found[0]) == 4
     assert found[0] == found[1]

@@ -134,7 +134,7 @@ PAYLOADS = st.one_of(activations(), GRADIENTS, LARGE, LONG)
 @example([(Activation(()), True)], False, False)
 @example([(Activation(torch.tensor([1j]).conj()), True)], False, False)
 @example([(Activation({"long": "." * ROOM, "x": torch.ones(2)}), True)], False, False)  # longer than a frame
-def test_whatever_is_sent_arrives_as_it_was(messages: list[tuple[Any, bool]], direct: bool, inference: bool) -> None:
+def test_messages_arrive_unchanged(messages: list[tuple[Any, bool]], direct: bool, inference: bool) -> None:
     """Whatever came before, and also if several are on their way; then nothing is left for the next run."""
     sender, receiver = ends(Direct() if direct else None)
     with torch.inference_mode() if inference else nullcontext():
@@ -194,6 +194,6 @@ def _local_class() -> Any:
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize(("value", "message"), REFUSED)
-def test_what_cannot_be_sent_is_refused(value: Any, message: str) -> None:
+def test_sending_an_unsupported_value_raises(value: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         ends()[0].put(0, Activation(value()))

@@ -43,7 +43,7 @@ def _group(members: list[int]) -> Any:
     return dist.new_group(members, backend="gloo", use_local_synchronization=True)
 
 
-def test_groups_that_only_some_processes_have(tmp_path: Any) -> None:
+def test_groups_of_some_processes_do_not_interfere(tmp_path: Any) -> None:
     """Made and destroyed before ranks, between them, and before a save; those that are open stay right."""
     with world(3, timeout=10.0) as ranks:
         ranks.run(_make_among_others, str(tmp_path / "checkpoint"))
@@ -66,7 +66,7 @@ def _make_among_others(path: str) -> None:
     _expect_right(made[0])
 
 
-def test_a_closed_rank(worlds: Any) -> None:
+def test_using_a_closed_rank_raises(worlds: Any) -> None:
     """Says so when it is used; its parameters stay, and other ranks of the same processes go on."""
     worlds(2).run(_close_one)
 
@@ -92,7 +92,7 @@ def _close_one() -> None:
     ("count", "closes"),
     [(12, True), (12, False), pytest.param(1000, True, marks=[pytest.mark.long, pytest.mark.timeout(900)])],
 )
-def test_many_ranks_leave_nothing_behind(worlds: Any, count: int, closes: bool) -> None:
+def test_many_ranks_leak_nothing(worlds: Any, count: int, closes: bool) -> None:
     """Neither threads nor open files; also those that are only forgotten."""
     opened = worlds(2)
     for succeeded, grown in opened.answers(_make_and_leave, count, closes, limit=800.0):
@@ -126,7 +126,7 @@ def _opened() -> tuple[int, int]:
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not os.path.isfile("/proc/self/statm"), reason="reads what Linux tells of memory")
-def test_thousands_of_steps_of_changing_lengths_leave_nothing_behind() -> None:
+def test_steps_of_varying_lengths_leak_nothing() -> None:
     with world(2) as opened:
         for succeeded, grown in opened.answers(_train_for_long, 2000, limit=800.0):
             assert succeeded, grown
@@ -148,7 +148,7 @@ def _train_for_long(steps: int) -> list[int]:
     return [after - before for before, after in zip(*found, strict=True)]
 
 
-def test_who_does_not_come_to_connect_is_named() -> None:
+def test_rank_that_does_not_connect_is_named() -> None:
     expect_named(3, [1], _make_without)
 
 
@@ -161,7 +161,7 @@ def _make_without(who: int) -> str:
     return str(caught.value)
 
 
-def test_who_is_interrupted_in_a_meeting_keeps_nobody_waiting(tmp_path: Path) -> None:
+def test_interrupt_during_exchange_leaves_no_rank_waiting(tmp_path: Path) -> None:
     """Nor does it read later what was left of that meeting."""
     with world(2) as opened:
         (told, later), interrupted = opened.run(_interrupted, str(tmp_path / "checkpoint"))
@@ -191,7 +191,7 @@ OTHER_CALLS = ["step", "evaluate", "forward", "clip", "save", "load", "average",
 
 
 @pytest.mark.parametrize("call", OTHER_CALLS)
-def test_a_rank_that_is_created_while_others_call_the_last_one_is_told(worlds: Any, tmp_path: Path, call: str) -> None:
+def test_creating_a_rank_during_another_call_raises(worlds: Any, tmp_path: Path, call: str) -> None:
     """Within seconds, by all; afterwards all can create one, or use the last one."""
     for who in range(2):
         for text, seconds in worlds(2).run(_create_instead, str(tmp_path / "run"), call, who):
@@ -226,7 +226,7 @@ def _create_instead(path: str, call: str, who: int) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("closes", [False, True])
-def test_a_rank_that_is_created_late_is_created_on_all(worlds: Any, closes: bool) -> None:
+def test_rank_may_be_created_late(worlds: Any, closes: bool) -> None:
     """Also if the last one was closed on one process only."""
     worlds(2).run(_create_late, closes)
 
@@ -249,7 +249,7 @@ def _create_late(closes: bool) -> None:
         _expect_right(rank)
 
 
-def test_replicas_that_are_created_while_others_step_are_told(worlds: Any) -> None:
+def test_creating_a_replica_during_a_step_raises(worlds: Any) -> None:
     for who in range(2):
         assert all("'Rank'" in text for text in worlds(4).run(_create_replica_instead, who))
 

@@ -57,7 +57,7 @@ def _expect_as_plain(loss: int, batches: list[tuple[int, int, int]], items: Any,
     assert {*schedules[1:]} == {later} or any(kept < rows for rows, _, kept in batches)
 
 
-def test_a_schedule_by_name_needs_a_convention_that_is_known(worlds) -> None:
+def test_named_schedule_requires_a_known_convention(worlds) -> None:
     worlds(2).run(_named)
 
 

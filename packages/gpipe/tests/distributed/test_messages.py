@@ -90,7 +90,7 @@ def ends(direct: Direct | None = None) -> tuple[RemoteLink, RemoteLink]:
     return RemoteLink(one, out=direct), RemoteLink(other, into=direct)  # type: ignore[arg-type]
 
 
-def test_each_small_message_is_one_transfer_and_a_form_is_sent_once():
+def test_small_messages_take_one_transfer_each():
     """And memory does not grow with the number of forms, as of sequences of another length in each step."""
     sender, receiver = ends()
     line: Any = sender._peer
@@ -113,7 +113,7 @@ def test_each_small_message_is_one_transfer_and_a_form_is_sent_once():
     assert [len(receiver.hear()) for _ in range(2)] == [ROOM - 100, ROOM]
 
 
-def test_a_sender_keeps_what_the_other_end_has_not_taken():
+def test_sender_keeps_only_unreceived_messages():
     """Each message of the other direction says how many have been taken: of 1F1B as many are kept as stages hold."""
     first, last = ends()
     values: list[Any] = []
@@ -136,7 +136,7 @@ def test_a_sender_keeps_what_the_other_end_has_not_taken():
         assert sum(not each.expired() for each in gradients) <= 2
 
 
-def test_a_head_comes_after_what_it_announces():
+def test_header_is_sent_after_its_tensors():
     """Else, where that fails, the receiver would wait for it. What there was no memory for is taken first."""
     direct = Direct()
     sender, receiver = ends(direct)

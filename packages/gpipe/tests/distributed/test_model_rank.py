@@ -88,7 +88,7 @@ EARLY = ("again", "branch", "module", "no grad")
     st.integers(0, 2),
     st.integers(0, 9),
 )
-def test_ranks_of_a_model_are_the_plain_model(worlds, told: Told, way: Way, size: int, more: int, seed: int):
+def test_ranks_match_the_plain_model(worlds, told: Told, way: Way, size: int, more: int, seed: int):
     stages = min(size + more, 4)
     assume(len(_names(told)) >= stages)
     ranks = [*range(size), *[(seed + j) % size for j in range(stages - size)]]
@@ -175,7 +175,7 @@ def stepped(rank: Rank, batch: dict[str, Any], way: Way) -> Tensor:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_rank_of_a_model_keeps_its_own_parameters_alone(worlds, size: int) -> None:
+def test_rank_keeps_only_its_own_parameters(worlds, size: int) -> None:
     worlds(size).run(_expect_own)
 
 
@@ -209,7 +209,7 @@ class Sealed(nn.Module):
         return self
 
 
-def test_the_train_of_the_model_is_called(worlds) -> None:
+def test_custom_train_of_the_model_is_called(worlds) -> None:
     worlds(2).run(_trains)
 
 
@@ -223,7 +223,7 @@ def _trains() -> None:
     rank.close()
 
 
-def test_rows_with_a_number_of_tensors_of_their_own(worlds) -> None:
+def test_varying_number_of_tensors_per_row(worlds) -> None:
     worlds(2).run(_counts_pictures)
 
 
@@ -240,7 +240,7 @@ def _counts_pictures() -> None:
     rank.close()
 
 
-def test_ranks_that_are_given_other_inputs_say_so(worlds) -> None:
+def test_different_or_missing_inputs_raise(worlds) -> None:
     worlds(2).run(_given_others)
 
 

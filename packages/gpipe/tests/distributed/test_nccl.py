@@ -52,7 +52,7 @@ def step(rank: Rank, schedule: str = "1f1b") -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("schedule", ["fill_drain", "1f1b", "zero_bubble"])
-def test_both_ways_give_the_same(two: World, schedule: str, checkpoint: str):
+def test_both_transports_give_equal_results(two: World, schedule: str, checkpoint: str):
     two.run(_expect_the_same, schedule, checkpoint)
 
 
@@ -88,7 +88,7 @@ def _set(rank: Rank, how: Any) -> None:
             layer.when, layer.how = ("forward", 1) if how else None, how
 
 
-def test_a_rank_that_is_killed_is_named():
+def test_killed_rank_is_named():
     with world(2) as opened:
         (succeeded, text), (ended, _) = opened.answers(_lose)
     assert (succeeded, ended) == (True, False), text

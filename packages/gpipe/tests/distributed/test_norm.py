@@ -30,7 +30,7 @@ def loss_of(output: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("how", ["one", "replicas", "sharded"])
 @pytest.mark.parametrize("max_norm", [1e-3, 1e3])
-def test_gradients_are_clipped_by_the_norm_of_all_ranks(worlds: Any, how: str, max_norm: float) -> None:
+def test_gradients_are_clipped_by_the_global_norm(worlds: Any, how: str, max_norm: float) -> None:
     """As those of the plain model, with a shared weight once, and also if there are replicas, or shards."""
     worlds(4).run(_expect_clipped, how, max_norm)
 
@@ -57,7 +57,7 @@ def _expect_clipped(how: str, max_norm: float) -> None:
     expect_gradients(rank, plain)
 
 
-def test_ranks_that_clip_while_others_begin_a_step_are_told(worlds: Any) -> None:
+def test_ranks_in_different_calls_raise(worlds: Any) -> None:
     """At once, on all ranks, whoever does; and the next step and norm are right."""
     worlds(3).run(_expect_in_order)
 
@@ -87,7 +87,7 @@ def _expect_in_order() -> None:
 
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("who", [0, 1, 2])
-def test_an_overflow_on_one_rank_makes_all_skip_the_step(worlds: Any, who: int, unscales: bool) -> None:
+def test_all_ranks_skip_a_step_with_overflow(worlds: Any, who: int, unscales: bool) -> None:
     """And none skips another one; all have the same scale, whose losses are the plain model's."""
     worlds(3).run(_expect_skipped, who, unscales)
 

@@ -38,7 +38,7 @@ from .planted import Planted, batch, expect_gradients, network, planted_in
     st.sampled_from(["mean", "counted", "whole"]),
     st.sampled_from([False, False, True, torch.bfloat16]),
 )
-def test_ranks_are_one_process(worlds, recipe: Recipe, size: int, seed: int, schedule: Any, loss: str, offload: Any):
+def test_ranks_match_a_single_process(worlds, recipe: Recipe, size: int, seed: int, schedule: Any, loss: str, offload: Any):
     layers = len(recipe.model())
     assume(layers >= size)
     stages = min(layers, max(size, recipe.stages))
@@ -130,7 +130,7 @@ def assert_same(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("chunks", [2, 4, 6])
 @pytest.mark.parametrize("schedule", [*V_SHAPED, *LOOPED, "zero_bubble"])
-def test_stages_in_turn_or_in_a_v(worlds, schedule: str, chunks: int):
+def test_interleaved_and_v_placements(worlds, schedule: str, chunks: int):
     worlds(2).run(_expect_placed, schedule, chunks)
 
 
@@ -142,7 +142,7 @@ def _expect_placed(schedule: str, chunks: int = 4) -> None:
     _expect_right(rank, network(), schedule)
 
 
-def test_outputs_are_on_the_last_rank_and_metrics_on_all(worlds):
+def test_last_rank_has_outputs_all_have_metrics(worlds):
     first, last = worlds(2).run(_outputs_and_metrics)
     assert first[0] is None
     torch.testing.assert_close(last[0], network()(batch()[0]))
@@ -175,7 +175,7 @@ def _outputs_and_metrics() -> Any:
         ({"model": nn.Sequential(*[nn.Linear(6, 6) for _ in range(8)])}, "the model is"),
     ],
 )
-def test_ranks_that_disagree_are_told(worlds, change: dict[str, Any], message: str):
+def test_disagreeing_ranks_raise(worlds, change: dict[str, Any], message: str):
     for succeeded, text in worlds(2).answers(_disagree, change):
         assert not succeeded
         assert "ValueError: the ranks disagree" in text
@@ -192,7 +192,7 @@ def _disagree(change: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("what", ["chunks", "method", "grad mode", "schedule", "interrupt"])
-def test_who_does_not_begin_is_named_by_all_and_the_next_step_is_right(worlds, what: str):
+def test_rank_failing_before_run_is_named(worlds, what: str):
     for who in (2, 0):
         found = worlds(3).run(_expect_no_begin, who, what)
         kinds = {"chunks": "ValueError", "method": "ValueError", "schedule": "ValueError", "grad mode": "RuntimeError"}
@@ -248,7 +248,7 @@ def watches(s: Layer, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("ranks", [[0, 1], [0, 1, 0, 1], [0, 1, 1, 0], [1, 0, 1]])
-def test_an_evaluation_holds_no_more_than_one_f_one_b(worlds, ranks: list[int]):
+def test_evaluation_holds_no_more_than_1f1b(worlds, ranks: list[int]):
     """Wherever stages are, and also if it fails: nobody waits for ever for a rank to take what it does not need."""
     worlds(2).run(_expect_short_queues, ranks)
 
@@ -280,7 +280,7 @@ def _expect_short_queues(ranks: list[int]) -> None:
         assert layer.most <= max(n - j, 2) + 2  # on their way, being computed, and just computed
 
 
-def test_nothing_is_measured(worlds):
+def test_schedules_are_chosen_without_measuring(worlds):
     """Stages split that are trained when the ranks are made, but for the first of them; and one may be frozen later."""
     assert worlds(2).run(_choices) == [[("1f1b", ()), ("zero_bubble", (2, 3)), ("zero_bubble", (2, 3))]] * 2
 
@@ -315,7 +315,7 @@ def test_a_failure_reaches_all_ranks(worlds, error: type[BaseException], phase: 
             assert f"micro-batch {microbatch} of 3, {phase}" in text
 
 
-def test_of_two_failures_the_earlier_one_is_told(worlds):
+def test_earlier_of_two_failures_is_reported(worlds):
     for _ in range(5):
         found = worlds(2).run(_fail, [(0, "forward", 2), (1, "forward", 0)], ArithmeticError, "fill_drain")
         assert [kind for kind, _ in found] == ["RemoteError", "ArithmeticError"]
@@ -359,7 +359,7 @@ def _expect_right(rank: Rank, model: nn.Sequential, schedule: str) -> None:
     expect_gradients(rank, model)
 
 
-def test_what_a_rank_cannot_follow_is_refused(worlds):
+def test_unsupported_changes_of_a_rank_raise(worlds):
     assert worlds(2).run(_changes) == [["TypeError", "AttributeError", "TypeError", kind] for kind in _LAST]
 
 
@@ -383,7 +383,7 @@ def _changes() -> list[str]:
     return found
 
 
-def test_an_optimizer_cannot_step_inside_of_a_step(worlds):
+def test_optimizer_inside_a_step_raises(worlds):
     """Even if parameters are on the host, where that of a pipe can."""
     worlds(2).run(_expect_no_optimizer)
 
@@ -406,7 +406,7 @@ def tied() -> nn.Sequential:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 @pytest.mark.parametrize(("size", "balance"), [(2, [2, 2, 2, 2]), (3, [2, 2, 4]), (2, [3, 5])])
-def test_weights_of_several_ranks_stay_alike(worlds, schedule: str, size: int, balance: list[int]):
+def test_shared_weights_of_ranks_stay_equal(worlds, schedule: str, size: int, balance: list[int]):
     worlds(size).run(_expect_tied, schedule, balance)
 
 
@@ -442,7 +442,7 @@ def _half(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output, target) / 2
 
 
-def test_all_ranks_record_what_all_do(worlds):
+def test_all_ranks_record_the_same_events(worlds):
     first, last = worlds(2).run(_recorded)
     assert first == last
     assert set(first[0]) == {f"{kind}{i}@{j}" for kind in "FB" for i in range(3) for j in range(2)}

@@ -59,17 +59,17 @@ PHASES = ("agreement", "forward", "recompute", "backward")
 
 
 @pytest.mark.parametrize("phase", long_but(product(PHASES), ("forward",)))
-def test_a_rank_that_is_killed_is_named(phase: str):
+def test_killed_rank_is_named(phase: str):
     expect_named(3, range(3), _lose, phase, signal.SIGKILL, 60.0)
 
 
 @pytest.mark.parametrize("phase", long_but(product(PHASES), ("backward",)))
-def test_a_rank_that_freezes_is_named_when_the_time_is_over(phase: str):
+def test_frozen_rank_is_named_after_the_timeout(phase: str):
     expect_named(3, range(3), _lose, phase, signal.SIGSTOP, 4.0)
 
 
 @pytest.mark.parametrize("lazy", "01")
-def test_a_rank_that_has_ended_between_two_steps_is_named_by_all(lazy: str):
+def test_rank_killed_between_steps_is_named(lazy: str):
     """Long before the timeout, also by those that have found its connections closed before their step, or had none."""
     expect_named(4, (0, 1, 3), _step_after_an_end, lazy)
 
@@ -93,7 +93,7 @@ ADDING = [("step", "is killed"), ("step", "fails")]
 
 @pytest.mark.parametrize("whos", [(0, 1, 2), (0, 2)], ids=["by all", "by two"])
 @pytest.mark.parametrize(("when", "how"), long_but([("made", "is killed"), *ADDING], *ADDING))
-def test_who_is_missing_where_weights_are_shared_is_named(whos: tuple[int, ...], when: str, how: str):
+def test_rank_missing_at_shared_weights_is_named(whos: tuple[int, ...], when: str, how: str):
     """Also by ranks that wait there for others than that one, or do not come there, as they share nothing."""
     expect_named(3, whos, _share, whos, when, how)
 

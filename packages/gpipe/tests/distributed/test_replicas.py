@@ -60,7 +60,7 @@ def test_a_failure_reaches_all_replicas(
 
 @pytest.mark.parametrize(("who", "phase"), long_but(FAILURES, (3, "forward")))
 @pytest.mark.parametrize("sharded", [pytest.param("partitions", marks=pytest.mark.long), "layers"])
-def test_where_stages_compute_together_no_step_begins_after_a_failure(sharded: str, who: int, phase: str) -> None:
+def test_sharded_replicas_stop_after_a_failure(sharded: str, who: int, phase: str) -> None:
     """Which reaches all replicas, also those that wait for each other in a layer."""
     with world(SIZE, timeout=600.0) as opened:
         opened.run(_fail_everywhere, ArithmeticError, sharded, who, phase)
@@ -93,12 +93,12 @@ def _expect_on_all(rank: Rank, mesh: Any, who: int, phase: str, kind: type[BaseE
     planted.when = None
 
 
-def test_a_rank_of_another_replica_that_is_killed_is_named() -> None:
+def test_killed_rank_of_a_replica_is_named() -> None:
     expect_named(SIZE, (0, 3), _lose, signal.SIGKILL, 60.0)
 
 
 @pytest.mark.long
-def test_a_rank_of_another_replica_that_freezes_is_named_when_the_time_is_over() -> None:
+def test_frozen_rank_of_a_replica_is_named() -> None:
     """Its own replica waits for ``timeout``, the other one up to four times as long."""
     expect_named(SIZE, range(SIZE), _lose, signal.SIGSTOP, 8.0)
 
@@ -117,7 +117,7 @@ def _lose(who: int, number: signal.Signals, timeout: float) -> str:
 
 
 @pytest.mark.parametrize("what", ["weight", "running_mean"])
-def test_replicas_that_begin_with_other_weights_are_refused(worlds: Any, what: str) -> None:
+def test_replicas_with_different_weights_raise(worlds: Any, what: str) -> None:
     for text in worlds(2).run(_begin_apart, what):
         assert f"'1.{what}'" in text
 
@@ -161,7 +161,7 @@ def _expect_one() -> None:
         assert torch.equal(*both)
 
 
-def test_an_error_after_replicas_have_met_reaches_those_that_average(worlds: Any) -> None:
+def test_late_error_reaches_averaging_replicas(worlds: Any) -> None:
     found = worlds(2).run(_fail_late)
     assert found[0] == "ArithmeticError: planted"
     assert found[1].startswith("RemoteError: another replica has failed: rank 0 failed: ArithmeticError: planted")
@@ -190,7 +190,7 @@ def _raise(parameter: nn.Parameter) -> None:
     raise ArithmeticError("planted")
 
 
-def test_parameters_of_other_meshes(worlds: Any) -> None:
+def test_parameters_on_different_meshes(worlds: Any) -> None:
     """Whole ones, those sharded over other processes than the replicas, over the replicas, and over some of them."""
     worlds(SIZE).run(_expect_meshes)
 

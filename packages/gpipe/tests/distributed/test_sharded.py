@@ -57,7 +57,7 @@ def sharded(stages: str, nested: bool = False, mp_policy: Any = None, **options:
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("nested", [False, True], ids=["partitions", "layers"])
-def test_like_the_plain_model(
+def test_sharded_stages_match_the_plain_model(
     worlds: Any, stages: str, schedule: str, checkpoint: str, loss: str, nested: bool
 ) -> None:
     worlds(4).run(_expect_like_the_plain_model, stages, schedule, checkpoint, loss, nested)
@@ -103,7 +103,7 @@ def _reductions() -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("waits", [False, True])
-def test_reduced_in_another_dtype(worlds: Any, loss: str, waits: bool) -> None:
+def test_gradients_reduced_in_a_different_dtype(worlds: Any, loss: str, waits: bool) -> None:
     """Then ``fully_shard`` adds micro-batches itself, in the dtype in which it reduces; also over several steps."""
     worlds(4).run(_expect_reduced_in_another_dtype, loss, waits)
 
@@ -124,7 +124,7 @@ def _expect_reduced_in_another_dtype(loss: str, waits: bool) -> None:
         torch.testing.assert_close(parameter.grad.full_tensor(), plain.get_parameter(name).grad, rtol=1e-4, atol=1e-5)
 
 
-def test_saved_and_loaded(tmp_path: Any, worlds: Any) -> None:
+def test_sharded_state_is_saved_and_loaded(tmp_path: Any, worlds: Any) -> None:
     """By sharded ranks for one process, and the other way round."""
     path = str(tmp_path / "checkpoint")
     worlds(4).run(_save, path)
@@ -168,7 +168,7 @@ def _loaded(path: str) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("ranks", [[0, 1, 1], [0, 1, 0]])
-def test_a_shared_parameter_is_refused(worlds: Any, ranks: list[int]) -> None:
+def test_sharding_a_shared_parameter_raises(worlds: Any, ranks: list[int]) -> None:
     for succeeded, text in worlds(2).answers(_shard_shared, ranks):
         assert not succeeded
         assert ".weight' is shared by several stages, and fully_shard" in text
@@ -227,7 +227,7 @@ MESHES: dict[str, Any] = {
 }
 
 
-def test_stages_of_parallel_layers_are_the_plain_model(worlds: Any) -> None:
+def test_parallel_layers_match_the_plain_model(worlds: Any) -> None:
     """Gradients and their norm; with ``replicas=`` the peers of a stage also take the same schedule."""
     for kind in MESHES:
         worlds(4).run(_expect_plain, kind)

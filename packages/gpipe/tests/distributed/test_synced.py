@@ -69,7 +69,7 @@ def _expect_as_one(schedule: str, checkpoint: str) -> None:
 
 
 @pytest.mark.parametrize("over", ["all", "stages", "shards"])
-def test_over_other_stages_it_is_refused(over: str) -> None:
+def test_collectives_over_other_stages_raise(over: str) -> None:
     """Also parameters that are sharded over them: they never come to that layer."""
     with world(4) as opened:  # of its own: the connections of these groups are closed then
         opened.run(_expect_refused, over)
@@ -90,7 +90,7 @@ def _expect_refused(over: str) -> None:
 
 @pytest.mark.parametrize("is_killed", [False, True], ids=["error", "killed"])
 @pytest.mark.parametrize(("who", "phase"), long_but(product(range(4), ("forward", "backward")), (2, "forward")))
-def test_a_failure_reaches_replicas_that_wait_in_a_layer(who: int, phase: str, is_killed: bool) -> None:
+def test_failure_reaches_replicas_waiting_in_a_layer(who: int, phase: str, is_killed: bool) -> None:
     with world(4, timeout=600.0) as opened:
         answers = opened.answers(_fail_while_others_wait, who, phase, is_killed)
     for k, (succeeded, text) in enumerate(answers):

@@ -34,7 +34,7 @@ def _error(stages: int) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-def test_communicators_have_streams_of_high_priority(worlds: Any) -> None:
+def test_communicators_use_high_priority_streams(worlds: Any) -> None:
     """So those for computation and copies, from the same 32 of torch's, do not wait for a transfer."""
     two: World = worlds(2)
     for found in two.run(_error, 2):
@@ -44,7 +44,7 @@ def test_communicators_have_streams_of_high_priority(worlds: Any) -> None:
         assert "use transport='host'" in found
 
 
-def test_more_wires_than_streams_are_refused(worlds: Any) -> None:
+def test_more_wires_than_streams_raise(worlds: Any) -> None:
     """Each of two ranks has an end of all of them."""
     fits = MOST // 2 + 1
     assert all("is_high_priority_stream" in found for found in worlds(2).run(_error, fits))
