@@ -256,9 +256,7 @@ def _outcome(case: _Case, call: str, at: int) -> str:
 
 
 @pytest.mark.parametrize("call", ["step", "clip", "save"])
-def test_error_during_exchange_raises_on_all_ranks(
-    worlds: Any, tmp_path: Path, call: str
-) -> None:
+def test_error_during_exchange_raises_on_all_ranks(worlds: Any, tmp_path: Path, call: str) -> None:
     """An interrupt that could not be deferred: the second Ctrl+C, or one from another thread."""
     for who in range(2):
         texts = worlds(2).run(_fail_within_exchange, str(tmp_path / f"run{who}"), call, who)

@@ -38,7 +38,7 @@ from .planted import Planted, batch, expect_gradients, network, planted_in
     st.sampled_from(["mean", "counted", "whole"]),
     st.sampled_from([False, False, True, torch.bfloat16]),
 )
-def test_ranks_match_a_single_process(worlds, recipe: Recipe, size: int, seed: int, schedule: Any, loss: str, offload: Any):
+def test_ranks_match_one_process(worlds, recipe: Recipe, size: int, seed: int, schedule: Any, loss: str, offload: Any):
     layers = len(recipe.model())
     assume(layers >= size)
     stages = min(layers, max(size, recipe.stages))
