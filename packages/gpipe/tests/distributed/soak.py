@@ -101,7 +101,7 @@ class Attempt:
         return True
 
     def expect_named(self, who: int) -> float:
-        """Expect that all other ranks raise an error naming the killed rank. Return the seconds until the last one did."""
+        """Expect that all other ranks raise an error naming the killed one, and return how many seconds this took."""
         began = time.monotonic()
         for other in {*range(len(self.opened.processes))} - {who}:
             succeeded, text = self.opened.answer(other, LIMIT)

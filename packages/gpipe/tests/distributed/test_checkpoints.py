@@ -416,7 +416,7 @@ def test_incomplete_checkpoint_raises(tmp_path: Path) -> None:
 
 
 def test_rank_frees_parameters_of_other_stages(worlds):
-    """Old graph nodes of its own parameters are freed too: else steps would sum gradients outside ``.grad``, for hooks."""
+    """Old graph nodes of its own parameters are freed too: they would make steps sum gradients outside ``.grad``."""
     worlds(2).run(_expect_own_parameters_only)
 
 

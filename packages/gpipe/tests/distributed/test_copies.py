@@ -1,4 +1,4 @@
-"""What ranks share must stay alike, and what belongs to another rank must not be trained here."""
+"""Shared tensors must stay equal on all ranks, and a rank must not use the parameters of another rank."""
 
 import copy
 from typing import Any
@@ -30,10 +30,10 @@ def _step_after(change: str) -> None:
     ends: tuple[nn.Module, nn.Module] = (shared, Tied(shared))
     if change == "batch norm":
         ends = (nn.BatchNorm1d(6),) * 2
-    # A container around one of them: a layer occurs once in a model.
+    # One of them is in a container, because a layer may occur only once in a model.
     rank = Rank(nn.Sequential(ends[0], nn.Linear(6, 6), nn.Sequential(ends[1])), [1, 1, 1], chunks=2)
     if change == "values" and dist.get_rank() == 2:
-        next(rank.parameters()).data.mul_(0.99)  # decay that an optimizer applies by name
+        next(rank.parameters()).data.mul_(0.99)  # like weight decay that an optimizer applies by name
     if change == "frozen" and dist.get_rank() == 0:
         rank.requires_grad_(False)
     if change == "pruned" and dist.get_rank() != 1:
@@ -43,7 +43,7 @@ def _step_after(change: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_copies_may_differ_by_rounding_errors(dtype: torch.dtype) -> None:
-    """Not by a decay of three hundred steps (3e-4) or, in half precision, of 1%: what is less does not change these."""
+    """A decay of 3e-4, as after 300 steps, is detected. In half precision it is 1%, because less is rounded away."""
     weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     is_half = dtype.itemsize == 2
 
@@ -75,7 +75,7 @@ def _use(who: str, counted: bool) -> None:
         return gpipe.LossSum(loss, len(output)) if counted else loss
 
     rank = Rank(model, [4, 4], chunks=2)
-    model(batch()[0]).sum().backward()  # outside of runs the model is a model
+    model(batch()[0]).sum().backward()  # outside a run, the model can still be called
     rank.step(*batch(), loss_fn=loss_fn)
 
 

@@ -34,7 +34,7 @@ SOURCES = str(Path(_deferred_signals.__file__).parent)
 
 
 class Stop(BaseException):
-    """What the handler of a signal raises, as a program does to save a checkpoint before it ends."""
+    """The error of a signal handler, as in programs that save a checkpoint before they exit."""
 
 
 @contextmanager
@@ -57,7 +57,7 @@ BLOCKS = st.recursive(st.just("signal"), lambda inner: st.tuples(st.sampled_from
 
 @given(st.lists(BLOCKS, max_size=4))
 def test_handlers_run_only_when_signals_are_allowed(program: list[Any]) -> None:
-    """The second signal of a kind runs its handler at once, which counts for both."""
+    """No signal is lost. A second signal of the same kind runs the handler at once, for both signals."""
     runs, expected, pending, states = list[int](), 0, [False], ["a"]
 
     def expect(more: int) -> None:
@@ -79,7 +79,7 @@ def test_handlers_run_only_when_signals_are_allowed(program: list[Any]) -> None:
                 run(item[1])
             states.pop()
             if item[0] == "a" and "d" in states:
-                states[-1] = "d"  # such a block ends with an exchange
+                states[-1] = "d"  # an allow_signals block ends with an exchange
             expect(settled())
 
     def settled() -> bool:
@@ -140,7 +140,7 @@ def test_other_threads_defer_nothing() -> None:
 
 
 class _Interrupt:
-    """Sends a signal to this process before line number ``at`` of a call of all ranks, on its main thread."""
+    """Sends a signal to this process before line number ``at`` of a call of all ranks, on the main thread."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -149,7 +149,7 @@ class _Interrupt:
     def __call__(self, frame: Any, event: str, value: Any) -> Any:
         if not frame.f_code.co_filename.startswith(SOURCES) or "signals" in frame.f_code.co_filename:
             return None
-        if event == "line" and _deferred_signals._active is not None:  # else it is before or after the call
+        if event == "line" and _deferred_signals._active is not None:  # not before or after the call
             self.lines += 1
             if self.lines == self.at:
                 signal.raise_signal(signal.SIGTERM)
@@ -213,7 +213,7 @@ CALLS = ["step", "evaluate", "forward", "clip", "average", "read", "save", "load
 def test_signal_leaves_all_ranks_in_the_same_call(
     worlds: Any, tmp_path: Path, call: str, who: int, places: list[float]
 ) -> None:
-    """It is raised there and told to the others by name, or it is raised at the end of a call that succeeds on all."""
+    """Its error is raised on that rank and reported to the others, or is raised after a call that succeeds on all."""
     outcomes = worlds(2).run(_interrupt, str(tmp_path / "run"), call, who, places)
     assert len(outcomes[0]) == len(places)
     for own, other in zip(outcomes[who], outcomes[1 - who], strict=True):
@@ -222,11 +222,11 @@ def test_signal_leaves_all_ranks_in_the_same_call(
 
 
 def _interrupt(path: str, call: str, who: int, places: list[float]) -> list[str]:
-    """What ``call`` raises, with a signal at each of these places on rank ``who``. Afterwards, all steps are right."""
+    """Return what ``call`` raises for a signal at each of ``places`` on rank ``who``. The steps after it are right."""
     if not groups:
         groups.extend(dist.new_group([k]) for k in range(2))
     case, outcomes = _Case(path), []
-    for _ in range(2):  # the first call does more
+    for _ in range(2):  # the first call runs more lines
         counter = _Interrupt(0)
         with counter.traced():
             getattr(case, call)()
@@ -257,7 +257,7 @@ def _outcome(case: _Case, call: str, at: int) -> str:
 
 @pytest.mark.parametrize("call", ["step", "clip", "save"])
 def test_error_during_exchange_raises_on_all_ranks(worlds: Any, tmp_path: Path, call: str) -> None:
-    """An interrupt that could not be deferred: the second Ctrl+C, or one from another thread."""
+    """No later call hangs. The error stands for a second Ctrl+C, or one from another thread, which is not deferred."""
     for who in range(2):
         texts = worlds(2).run(_fail_within_exchange, str(tmp_path / f"run{who}"), call, who)
         assert texts[who] == "KeyboardInterrupt: planted"
@@ -276,7 +276,7 @@ def _fail_within_exchange(path: str, call: str, who: int) -> str:
     if dist.get_rank() == who:
         patch.setattr(RemoteLink, "hear", fail)
     try:
-        for _ in range(2):  # the others may have finished the first call
+        for _ in range(2):  # the other rank may have finished the first call
             getattr(case, call)()
         raise AssertionError("no error")
     except (KeyboardInterrupt, LostRankError) as error:

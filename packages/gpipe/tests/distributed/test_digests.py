@@ -1,4 +1,4 @@
-"""Ranks of a pipe train on the same rows: a mini-batch that differs between two ranks is refused on all of them."""
+"""Ranks of a pipe train on the same rows: if a mini-batch differs between two ranks, all of them raise."""
 
 import copy
 from typing import Any
@@ -34,7 +34,7 @@ def _digest(tensor: Any) -> Digest:
 
 @given(shapes, st.sampled_from(DTYPES))
 def test_digests_of_equal_values_are_equal(shape: list[int], dtype: torch.dtype) -> None:
-    """In whatever memory they are, and however they will be split."""
+    """The memory layout, and how the values will be split, do not matter."""
     x = _random(shape, dtype)
     apart = torch.stack([x, x], -1)[..., 0]
     for other in (
@@ -50,7 +50,7 @@ def test_digests_of_equal_values_are_equal(shape: list[int], dtype: torch.dtype)
 
 @given(shapes, st.sampled_from(DTYPES), st.data())
 def test_digests_of_different_rows_differ(shape: list[int], dtype: torch.dtype, data: st.DataObject) -> None:
-    """Rows in another order, of a later mini-batch, or one element of a small tensor."""
+    """Rows may be rotated or from a later mini-batch, or one element of a small tensor may differ."""
     x = _random(shape, dtype)
     y = x.clone()
     if x.numel() <= 2 * SAMPLE:
@@ -81,7 +81,7 @@ ARGUMENTS = ["input", "target"]
 
 @st.composite
 def mini_batches(draw: st.DrawFn) -> list[dict[str, int | None]]:
-    """For each rank and argument, the seed of its values; None if that rank omits it and does not need it."""
+    """Return, per rank and argument, the seed of its values; None if the rank does not need it and omits it."""
     size = draw(st.sampled_from([2, 3]))
     found = [{name: draw(st.sampled_from([0, 0, 0, 1, None])) for name in ARGUMENTS} for _ in range(size)]
     found[0]["input"] = found[0]["input"] or 0
@@ -97,7 +97,7 @@ def mini_batches(draw: st.DrawFn) -> list[dict[str, int | None]]:
 def test_ranks_with_different_rows_raise(
     worlds: Any, seeds: list[dict[str, int | None]], method: str, late: bool, nested: bool
 ) -> None:
-    """By all ranks, before any gradient; or at the end of the step if the values were on a device."""
+    """All ranks raise before any gradient is computed, or at the end of the step if the values are on a device."""
     used = ARGUMENTS[:1] if method == "forward" else ARGUMENTS
     apart = [
         (name, k)
@@ -161,11 +161,11 @@ def test_independent_loaders_raise(worlds: Any, how: str) -> None:
 
 
 def _loads(how: str) -> tuple[int, str]:
-    """The mini-batch that is refused, and the error."""
+    """Return the index of the mini-batch that raises, and the error."""
     x = torch.arange(96.0).view(16, 6)
     data, me = TensorDataset(x, x), dist.get_rank()
     if how == "skips" and me == 1:
-        data = TensorDataset(*[torch.cat([x[:9], x[10:]])] * 2)  # a sample that cannot be read there
+        data = TensorDataset(*[torch.cat([x[:9], x[10:]])] * 2)  # this rank skips a sample that it cannot read
     sampler = DistributedSampler(data, shuffle=False) if how == "sampler" else None
     generator = torch.Generator().manual_seed(me) if how == "shuffles" else None
     loader = DataLoader(data, 4, sampler=sampler, shuffle=how == "shuffles", generator=generator, drop_last=True)
@@ -180,7 +180,7 @@ def _loads(how: str) -> tuple[int, str]:
 
 
 def test_each_replica_has_its_own_rows(worlds: Any) -> None:
-    """And a difference in one of them is raised by all."""
+    """All replicas raise if the rows of one replica differ between its ranks."""
     worlds(4).run(_expect_own_rows)
 
 
@@ -223,7 +223,7 @@ class _Scaled(nn.Module):
 
 
 VALUES: list[Any] = [True, False, 1, 2, 1.0, -0.5, "mean", "sum", "long " * 50, "long " * 50 + "other", b"x"]
-"""``1`` and ``1.0`` differ, too: layers may compute other dtypes."""
+"""``1`` and ``1.0`` differ as well, because layers may compute different dtypes from them."""
 
 
 @settings(
@@ -234,7 +234,7 @@ VALUES: list[Any] = [True, False, 1, 2, 1.0, -0.5, "mean", "sum", "long " * 50, 
 def test_different_numbers_or_strings_raise(
     worlds: Any, one: Any, other: Any, first: Any, second: Any, method: str, omits: bool
 ) -> None:
-    """By name, on all ranks, before any gradient. None is not compared."""
+    """All ranks raise an error that names the value, before any gradient is computed. None is not compared."""
     given = [[one, first], [one if omits else other, second]]
     differ = [
         (name, values)
@@ -266,5 +266,5 @@ def _pass_values(given: list[list[Any]], method: str, omits: bool) -> str | None
 
 
 def test_number_of_compared_values_is_limited() -> None:
-    """So that lists of numbers, as long as a mini-batch, take no time."""
+    """Lists with a number per row of the mini-batch would take too long."""
     assert len(Digests({"x": [*range(1000)], "y": ["a"]}).known) == COUNT + 1

@@ -1,4 +1,4 @@
-"""Over several ranks, any loss is that of the plain model, and it need not be given where it is not computed."""
+"""Over several ranks, any loss matches the plain model. Ranks that do not compute the loss may omit it."""
 
 import copy
 from collections.abc import Callable
@@ -25,7 +25,7 @@ CHUNKS = 3
 
 
 class Counts(nn.Module):
-    """The identity; counts how often any of them computes something new."""
+    """The identity. All instances together count their forwards that are not recomputations."""
 
     seen = 0
 
@@ -83,7 +83,7 @@ PLACES: dict[int, list[list[int]]] = {2: [[0, 1], [1, 0], [0, 1, 0, 1], [0, 1, 1
 def test_full_batch_loss_matches_the_plain_model(
     worlds: Any, loss: str, where: tuple[int, list[int]], schedule: str | None, checkpoint: str, outputs: bool
 ) -> None:
-    """All layers compute once for each micro-batch, and all ranks have the loss and its metrics."""
+    """All layers run once per micro-batch, and all ranks have the loss and its metrics."""
     size, ranks = where
     if schedule == "written":
         schedule = WRITTEN[size] if ranks in ([0, 1], [0, 1, 2]) else None
@@ -107,7 +107,7 @@ def _expect_plain(loss: str, ranks: list[int], schedule: Any, checkpoint: str, o
         found = rank.step(x, y, loss_fn=loss_fn, schedule=chosen, return_outputs=outputs)
         assert Counts.seen == CHUNKS * sum(isinstance(each, Counts) for each in rank.modules())
         name = rank.last_schedule.name
-        # A LossSum is known from the second step on, unless metrics would change then.
+        # From the second step on, a LossSum may use 1F1B, unless that would change metrics.
         assert name == (
             "own" if chosen is not schedule else "1f1b" if again and _is_free(loss, schedule) else "fill_drain"
         )
@@ -153,13 +153,13 @@ def _expect_refused(schedule: str) -> str:
     with pytest.raises((ValueError, RemoteError)) as refused:
         rank.step(x, y, loss_fn=contrastive, schedule=chosen)
     assert all(parameter.grad is None for parameter in rank.parameters())
-    for options in ({}, {"loss_fn": F.mse_loss, "schedule": chosen}):  # and a loss that it need not wait for
+    for options in ({}, {"loss_fn": F.mse_loss, "schedule": chosen}):  # then a loss that the schedule need not wait for
         _expect_step(rank, plain, (x, y), (x, y), **{"loss_fn": contrastive, **options})
     return f"{refused.type.__name__}: {refused.value}"
 
 
 def _expect_step(rank: Rank, plain: nn.Module, every: Any, given: Any, **options: Any) -> None:
-    """A step, to which ``given`` is passed on this rank, is that of the plain model for ``every``."""
+    """Expect that a step with this rank's arguments ``given`` matches the plain model on the arguments ``every``."""
     plain.zero_grad()
     rank.zero_grad()
     loss_fn = options["loss_fn"]
@@ -171,7 +171,7 @@ def _expect_step(rank: Rank, plain: nn.Module, every: Any, given: Any, **options
 
 
 def test_target_and_loss_on_last_rank_only(worlds: Any) -> None:
-    """The target of any loss; a loss function whose losses add up. Any other has to be given on the first rank too."""
+    """Only the last rank needs the target, or a loss that adds up. The first rank needs any other loss function too."""
     assert worlds(2).run(_expect_given_on_the_last_rank) == ["RemoteError", "ValueError"]
 
 
@@ -232,7 +232,7 @@ def _expect_own(loss: Callable[..., Tensor]) -> None:
     rank.zero_grad()
     with pytest.raises((TypeError, RemoteError), match="every rank needs the inputs"):
         rank.step(**(inputs if is_first else {}))
-    if loss is scaled_by_items:  # its convention is known by now
+    if loss is scaled_by_items:  # its convention has been found by the steps above
         _expect_step_of(rank, plain, inputs, schedule="1f1b")
         return
     with pytest.raises((ValueError, RemoteError), match=r"not known how the losses of micro-batches.*omit schedule="):

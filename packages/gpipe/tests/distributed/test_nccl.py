@@ -1,4 +1,4 @@
-"""On two GPUs, with a process for each: tensors go over NCCL. Never run yet."""
+"""Two GPUs with one process each send tensors over NCCL. These tests have never been run."""
 
 import copy
 import signal
@@ -36,14 +36,14 @@ def network() -> nn.Sequential:
 
 
 def shared(plain: nn.Sequential, **options: Any) -> Rank:
-    """This process's share, on its own GPU."""
+    """Return the rank of this process, on its own GPU."""
     torch.cuda.set_device(dist.get_rank())
     device = f"cuda:{dist.get_rank()}"
     return Rank(copy.deepcopy(plain), [2, 2, 2, 2], chunks=4, device=device, **options)
 
 
 def step(rank: Rank, schedule: str = "1f1b") -> dict[str, Tensor]:
-    """The loss, and the gradients of this rank."""
+    """Train a step, and return the loss and the gradients of this rank."""
     rank.zero_grad()
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
     loss = rank.step(x, loss_fn=lambda output: output.square().mean(), reduction="mean", schedule=schedule)
@@ -101,5 +101,5 @@ def _lose() -> str:
     _set(rank, signal.SIGKILL)
     with pytest.raises(LostRankError) as raised:
         step(rank)
-    torch.cuda.synchronize()  # no transfer is left that would hold it up
+    torch.cuda.synchronize()  # no unfinished transfer blocks it
     return str(raised.value)

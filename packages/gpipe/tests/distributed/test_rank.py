@@ -1,4 +1,4 @@
-"""Ranks compute what one process does, bit for bit: random models, cuts, placements and schedules over gloo."""
+"""Ranks match one process bitwise, for random models, balances, placements and schedules over gloo."""
 
 import copy
 import gc
@@ -49,7 +49,7 @@ def test_ranks_match_one_process(worlds, recipe: Recipe, size: int, seed: int, s
 
 
 def _placement(stages: int, size: int, seed: int) -> list[int]:
-    """A process for each stage, and a stage for each process."""
+    """Return the process of each stage. Each process has at least one stage."""
     generator = torch.Generator().manual_seed(seed)
     ranks = [*range(size), *torch.randint(size, (stages - size,), generator=generator).tolist()]
     return [ranks[k] for k in torch.randperm(stages, generator=generator).tolist()]
@@ -89,7 +89,7 @@ def _schedule(schedule: Any, x: Tensor, recipe: Recipe, ranks: list[int], loss: 
 
 
 def _trained(pipe: Any, x: Tensor, schedule: Any, loss: str) -> dict[str, Any] | str:
-    """All that a step leaves behind; the name of the error if it fails."""
+    """Return the loss, the state and the gradients after a step, or the name of the error if it fails."""
     torch.manual_seed(1)
     try:
         with gpipe.inline():
@@ -124,7 +124,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 
 def assert_same(found: Any, expected: Any) -> None:
-    """All that is here is as in one process."""
+    """Expect that the values of this rank are equal to the values in one process."""
     torch.testing.assert_close(found, {name: expected[name] for name in found}, rtol=0, atol=0, equal_nan=True)
 
 
@@ -238,7 +238,7 @@ def _interrupt() -> None:
 
 
 def watches(s: Layer, x: Tensor) -> Tensor:
-    """Counts how many of its outputs are in memory; fails on demand."""
+    """Count how many outputs of this layer are in memory, and fail on demand."""
     if current.work.microbatch == s.fails_at:
         raise ArithmeticError("planted")
     found = x * 1.0
@@ -249,7 +249,7 @@ def watches(s: Layer, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("ranks", [[0, 1], [0, 1, 0, 1], [0, 1, 1, 0], [1, 0, 1]])
 def test_evaluation_holds_no_more_than_1f1b(worlds, ranks: list[int]):
-    """Wherever stages are, and also if it fails: nobody waits for ever for a rank to take what it does not need."""
+    """This holds for any placement. If it fails, no rank hangs because another one does not receive its messages."""
     worlds(2).run(_expect_short_queues, ranks)
 
 
@@ -258,8 +258,8 @@ def _expect_short_queues(ranks: list[int]) -> None:
     watching = [Layer(watches, refs=[], most=0, fails_at=None) for _ in ranks]
     rank = Rank(nn.Sequential(*watching), [1] * n, chunks=m, ranks=ranks)
     layers = [partition[0] for partition in rank.partitions]
-    torch.manual_seed(0)  # the same on all ranks, whatever these have drawn in other tests
-    x = torch.randn(m, 2**18 + 1)  # of which each row is a message of several transfers
+    torch.manual_seed(0)  # equal on all ranks, whatever random numbers they have used in other tests
+    x = torch.randn(m, 2**18 + 1)  # each row is a message of several transfers
     for fails in (None, *range(n), None):
         for j, layer in zip(rank.stages, layers, strict=True):
             layer.fails_at = 3 if j == fails else None
@@ -277,11 +277,11 @@ def _expect_short_queues(ranks: list[int]) -> None:
     rank._chunks = chunks
     rank.evaluate(x, loss_fn=Tensor.mean, reduction="mean")
     for j, layer in zip(rank.stages, layers, strict=True):
-        assert layer.most <= max(n - j, 2) + 2  # on their way, being computed, and just computed
+        assert layer.most <= max(n - j, 2) + 2  # in flight, being computed, and just computed
 
 
 def test_schedules_are_chosen_without_measuring(worlds):
-    """Stages split that are trained when the ranks are made, but for the first of them; and one may be frozen later."""
+    """The stages that are trained at creation, except the first of them, are split, even if one is frozen later."""
     assert worlds(2).run(_choices) == [[("1f1b", ()), ("zero_bubble", (2, 3)), ("zero_bubble", (2, 3))]] * 2
 
 
@@ -322,7 +322,7 @@ def test_earlier_of_two_failures_is_reported(worlds):
 
 
 def _fail(where: list[tuple[int, str, int]], error: type[BaseException], schedule: str) -> tuple[str, str]:
-    """What the step raises, which nothing refers to afterwards; the one before and the one after it are right."""
+    """Return the error of a step. No tensors are kept by references to it, and the steps around it are correct."""
     model = nn.Sequential(nn.Linear(6, 6), Planted(), nn.Linear(6, 6), Planted())
     rank = Rank(copy.deepcopy(model), [2, 2], chunks=3, checkpoint="always")
     _expect_right(rank, model, schedule)
@@ -367,7 +367,7 @@ _LAST = ("RuntimeError", "RemoteError")
 
 
 def _changes() -> list[str]:
-    """Other chunks are right."""
+    """Return the errors of unsupported changes. A different number of chunks is supported."""
     plain, found = network(), list[str]()
     rank = Rank(copy.deepcopy(plain), [2, 6], chunks=4)
     rank.chunks = 2
@@ -384,7 +384,7 @@ def _changes() -> list[str]:
 
 
 def test_optimizer_inside_a_step_raises(worlds):
-    """Even if parameters are on the host, where that of a pipe can."""
+    """This holds even if parameters are on the host, in contrast to a pipe in one process."""
     worlds(2).run(_expect_no_optimizer)
 
 
@@ -415,12 +415,12 @@ def _expect_tied(schedule: str, balance: list[int]) -> None:
     other = tied()
     with torch.no_grad():
         for parameter in other.parameters():
-            parameter.add_(dist.get_rank())  # as of another seed
+            parameter.add_(dist.get_rank())  # as with a different seed
     rank = Rank(other, balance, chunks=4)
     names = dict(plain.named_parameters(remove_duplicate=False))
     with torch.no_grad():
         for name, parameter in rank.named_parameters():
-            if name in ("0.weight", "6.weight"):  # what is shared has the values of the first rank that has it
+            if name in ("0.weight", "6.weight"):  # shared weights have the values of the first rank that has them
                 assert torch.equal(parameter, names[name])
             parameter.copy_(names[name])
     optimizers = [torch.optim.AdamW(model.parameters(), 1e-2) for model in (plain, rank)]
