@@ -39,7 +39,6 @@ LIMITS = {
     "packages/gpipe/tests": 2.5,
     "packages/gpipe/tests/check": 7,
     "packages/gpipe/tests/checkpoint": 3,
-    "packages/gpipe/tests/distributed": 32,
     "packages/gpipe/tests/engine": 1,
     "packages/gpipe/tests/interleavings": 3.5,
     "packages/gpipe/tests/model": 1.5,

@@ -145,7 +145,7 @@ KINDS = [["sparse", "dense", "dense", "dense", "dense"]] * REPLICAS
 
 @pytest.mark.parametrize("is_killed", [True, False])
 def test_killed_or_failed_replica_is_named(is_killed: bool) -> None:
-    """Replicas without a connection to it in a ring name it too, and so does the next average."""
+    """Replicas that have no connection to it in a ring name it as well, even in the next average."""
     expect_named(REPLICAS, (0, 2, 3), _lose, is_killed)
 
 

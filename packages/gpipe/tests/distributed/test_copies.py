@@ -43,7 +43,7 @@ def _step_after(change: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_copies_may_differ_by_rounding_errors(dtype: torch.dtype) -> None:
-    """A decay of 3e-4, as after 300 steps, is detected. In half precision it is 1%, because less is rounded away."""
+    """A decay of 3e-4, as after 300 steps, is detected. In half precision 1% is detected; less may be rounded away."""
     weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     is_half = dtype.itemsize == 2
 

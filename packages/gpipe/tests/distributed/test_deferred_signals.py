@@ -222,7 +222,7 @@ def test_signal_leaves_all_ranks_in_the_same_call(
 
 
 def _interrupt(path: str, call: str, who: int, places: list[float]) -> list[str]:
-    """Return what ``call`` raises for a signal at each of ``places`` on rank ``who``. The steps after it are right."""
+    """Return what ``call`` raises for a signal at each of ``places`` on rank ``who``. Later steps are correct."""
     if not groups:
         groups.extend(dist.new_group([k]) for k in range(2))
     case, outcomes = _Case(path), []

@@ -1,4 +1,4 @@
-"""Over several ranks, any loss matches the plain model. Ranks that do not compute the loss may omit it."""
+"""Over several ranks, any loss matches the plain model, and only the last rank needs the target."""
 
 import copy
 from collections.abc import Callable

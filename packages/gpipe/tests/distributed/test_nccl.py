@@ -18,7 +18,7 @@ from .planted import Planted
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not (dist.is_available() and dist.is_nccl_available()), reason="torch was built without NCCL"),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs"),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs"),
 ]
 
 

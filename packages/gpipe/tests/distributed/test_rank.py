@@ -249,7 +249,7 @@ def watches(s: Layer, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("ranks", [[0, 1], [0, 1, 0, 1], [0, 1, 1, 0], [1, 0, 1]])
 def test_evaluation_holds_no_more_than_1f1b(worlds, ranks: list[int]):
-    """This holds for any placement. If it fails, no rank hangs because another one does not receive its messages."""
+    """This holds for any placement. If an evaluation fails, no rank hangs because its messages are not received."""
     worlds(2).run(_expect_short_queues, ranks)
 
 
@@ -281,7 +281,7 @@ def _expect_short_queues(ranks: list[int]) -> None:
 
 
 def test_schedules_are_chosen_without_measuring(worlds):
-    """The stages that are trained at creation, except the first of them, are split, even if one is frozen later."""
+    """Zero bubble splits the stages trained at creation, except the first of them, even if one is frozen later."""
     assert worlds(2).run(_choices) == [[("1f1b", ()), ("zero_bubble", (2, 3)), ("zero_bubble", (2, 3))]] * 2
 
 
@@ -322,7 +322,7 @@ def test_earlier_of_two_failures_is_reported(worlds):
 
 
 def _fail(where: list[tuple[int, str, int]], error: type[BaseException], schedule: str) -> tuple[str, str]:
-    """Return the error of a step. No tensors are kept by references to it, and the steps around it are correct."""
+    """Return the error of a step. Nothing keeps its mini-batch in memory, and steps before and after it are correct."""
     model = nn.Sequential(nn.Linear(6, 6), Planted(), nn.Linear(6, 6), Planted())
     rank = Rank(copy.deepcopy(model), [2, 2], chunks=3, checkpoint="always")
     _expect_right(rank, model, schedule)

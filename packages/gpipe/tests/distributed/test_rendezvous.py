@@ -49,7 +49,7 @@ def _lose(who: int, phase: str, how: signal.Signals, timeout: float) -> str:
         planted.when, planted.how = (phase, 1), how
         if phase == "agreement":
             planted.act()
-    for _ in range(2):  # the loss is permanent
+    for _ in range(2):  # all later steps raise it as well
         with pytest.raises(LostRankError) as caught:
             rank.step(x, loss_fn=lambda output: output.square().mean())
     return str(caught.value)
@@ -70,7 +70,7 @@ def test_frozen_rank_is_named_after_the_timeout(phase: str):
 
 @pytest.mark.parametrize("lazy", "01")
 def test_rank_killed_between_steps_is_named(lazy: str):
-    """All ranks name it long before the timeout, even if it had no connection to them, or was known to be closed."""
+    """All ranks name it long before the timeout, even if they found its connections closed earlier, or had none."""
     expect_named(4, (0, 1, 3), _step_after_an_end, lazy)
 
 
@@ -114,7 +114,7 @@ def _share(who: int, sharing: tuple[int, ...], when: str, how: str) -> str:
 
 
 def _make_and_step(layers: list[nn.Module], begin: Callable[[str], None]) -> None:
-    """Create a rank and train two steps: a rank that shares nothing may complete the first step without the lost one."""
+    """Create a rank and train two steps: a rank that shares nothing completes the first step without the lost one."""
     begin("made")
     rank = Rank(nn.Sequential(*layers), [1, 1, 1], chunks=3)
     begin("step")

@@ -1,4 +1,4 @@
-"""Replicas of a pipe: the failure of one rank is an error on all ranks of all replicas, and the next step is right."""
+"""Replicas of a pipe: if one rank fails, all ranks of all replicas raise, and the next step is correct."""
 
 import copy
 import os
@@ -61,7 +61,7 @@ def test_a_failure_reaches_all_replicas(
 @pytest.mark.parametrize(("who", "phase"), long_but(FAILURES, (3, "forward")))
 @pytest.mark.parametrize("sharded", [pytest.param("partitions", marks=pytest.mark.long), "layers"])
 def test_sharded_replicas_stop_after_a_failure(sharded: str, who: int, phase: str) -> None:
-    """Which reaches all replicas, also those that wait for each other in a layer."""
+    """The failure reaches all replicas, even if they wait for each other in a layer."""
     with world(SIZE, timeout=600.0) as opened:
         opened.run(_fail_everywhere, ArithmeticError, sharded, who, phase)
 
@@ -82,7 +82,7 @@ def _fail_everywhere(kind: type[BaseException], sharded: str, who: int, phase: s
 
 
 def _expect_on_all(rank: Rank, mesh: Any, who: int, phase: str, kind: type[BaseException]) -> None:
-    """Where it fails its own error, elsewhere one that names the rank that has failed."""
+    """Expect the error itself on the rank that fails, and an error that names this rank on all others."""
     planted, fails = planted_in(rank), dist.get_rank() == who
     dist.barrier()
     planted.when, planted.how = ((phase, 2) if fails else None), kind
@@ -99,7 +99,7 @@ def test_killed_rank_of_a_replica_is_named() -> None:
 
 @pytest.mark.long
 def test_frozen_rank_of_a_replica_is_named() -> None:
-    """Its own replica waits for ``timeout``, the other one up to four times as long."""
+    """Its own replica waits for ``timeout``, and the other replica up to four times as long."""
     expect_named(SIZE, range(SIZE), _lose, signal.SIGSTOP, 8.0)
 
 
@@ -135,7 +135,7 @@ def _begin_apart(what: str) -> str:
 
 
 def test_replicas_train_as_one(worlds: Any) -> None:
-    """Without another call: also in several steps, of which only the last one averages."""
+    """Steps average gradients without further calls. With ``no_sync``, only the last of several steps does."""
     worlds(SIZE).run(_expect_one)
 
 
@@ -172,7 +172,7 @@ def _fail_late() -> str:
     torch.manual_seed(0)
     rank = Rank(nn.Sequential(nn.Linear(6, 6)), [1], group=mesh["stages"], replicas=mesh["replicas"])
     handle = None
-    if dist.get_rank() == 0:  # a hook on a parameter runs when its gradient is written
+    if dist.get_rank() == 0:  # the hook runs when the gradient is written
         handle = next(rank.parameters()).register_post_accumulate_grad_hook(_raise)
     x = torch.ones(4, 6)
     try:
@@ -191,7 +191,7 @@ def _raise(parameter: nn.Parameter) -> None:
 
 
 def test_parameters_on_different_meshes(worlds: Any) -> None:
-    """Whole ones, those sharded over other processes than the replicas, over the replicas, and over some of them."""
+    """Parameters may be full, or sharded over the replicas, some of the replicas, or other processes."""
     worlds(SIZE).run(_expect_meshes)
 
 

@@ -1,4 +1,4 @@
-"""Saving is a transaction: whoever fails, all ranks raise an error, and the last complete checkpoint remains."""
+"""Saving is a transaction: if any rank fails, all ranks raise, and the last complete checkpoint remains."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ from .planted import batch, mesh_of_four, network
 
 
 class Plan:
-    """What each rank of a pipe does when it saves; ``who`` does it otherwise."""
+    """A rank of a pipe, with an optimizer, that saves. Rank ``who`` makes a mistake."""
 
     def __init__(self, who: int) -> None:
         self.fails = dist.get_rank() == who
@@ -71,7 +71,7 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 def test_interrupted_save_raises_on_all_ranks(worlds: Any, tmp_path: Path, place: str) -> None:
     for who in range(2):
-        if who and place in ("begin", "finish"):  # in the first process only
+        if who and place in ("begin", "finish"):  # only the first process does this
             continue
         found = worlds(2).run(_interrupt, str(tmp_path / f"run{who}"), place, who)
         assert found[who] == "KeyboardInterrupt"
@@ -152,7 +152,7 @@ MISTAKES: dict[Callable[[Plan, str], None], str] = {
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
 def test_mistake_on_one_rank_raises_on_all(worlds: Any, tmp_path: Path, mistake: Callable[..., None]) -> None:
-    """Within the time of the test, which is far below the timeout of the groups."""
+    """All ranks raise within the time limit of the test, which is far below the timeout of the groups."""
     for who in range(2):
         for text in worlds(2).run(_mistaken, str(tmp_path / f"run{who}"), mistake, who):
             assert re.search(MISTAKES[mistake], text), text
@@ -215,7 +215,7 @@ def _replica_saves(path: str, who: int) -> str:
 
 
 def test_plain_modules_in_different_calls_raise(worlds: Any, tmp_path: Path) -> None:
-    """Also without a pipe: each process has the whole model."""
+    """This holds without a pipe, if each process has the full model."""
     for who in range(2):
         for text in worlds(2).run(_other_calls, str(tmp_path / "run"), who):
             assert text.count("the method that is called is") == 2

@@ -1,4 +1,4 @@
-"""Wrappers that treat ranks of a pipe as copies of one model are refused, and change no weight."""
+"""Wrappers that treat ranks of a pipe as copies of one model raise, and change no weight."""
 
 import copy
 from typing import Any
@@ -60,7 +60,7 @@ def _in_fsdp(module: nn.Module, **options: Any) -> nn.Module:
 
 
 def _prepared_by_accelerate(rank: nn.Module) -> nn.Module:
-    """As its ``prepare_model`` does in several processes."""
+    """Wrap ``rank`` as ``Accelerator.prepare_model`` does in several processes."""
     return nn.parallel.DistributedDataParallel(rank, broadcast_buffers=False, find_unused_parameters=True)
 
 
