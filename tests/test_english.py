@@ -39,7 +39,6 @@ LIMITS = {
     "packages/gpipe/tests": 2.5,
     "packages/gpipe/tests/check": 7,
     "packages/gpipe/tests/checkpoint": 3,
-    "packages/gpipe/tests/distributed": 32,
     "packages/gpipe/tests/engine": 1,
     "packages/gpipe/tests/interleavings": 3.5,
     "packages/gpipe/tests/model": 1.5,
@@ -57,7 +56,7 @@ LIMITS = {
 }
 """Limits of folders with phrases; a few of them are right, or are names of cases."""
 
-LONG_NAMES = {"packages/gpipe/tests/distributed": 54, "packages/gpipe/tests/plan": 65}
+LONG_NAMES = {"packages/gpipe/tests/plan": 65}
 """The number of tests whose names have more than eight words."""
 
 STILTED = {

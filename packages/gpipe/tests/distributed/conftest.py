@@ -1,4 +1,4 @@
-"""Tests of processes need them."""
+"""Skip these tests if torch was built without ``torch.distributed``."""
 
 import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""A layer that fails when it is told to, and what tests of several processes share."""
+"""A layer that fails on demand, and helpers for tests with several processes."""
 
 import os
 import signal
@@ -15,10 +15,10 @@ from gpipe._current import current
 
 
 class Planted(nn.Module):
-    """The identity. In one phase of one micro-batch it raises, or its process gets a signal.
+    """The identity. In one phase of one micro-batch it raises an error, or sends a signal to its process.
 
     Attributes:
-        when: the phase, ``"forward"``, ``"recompute"`` or ``"backward"``, and the micro-batch; None for never.
+        when: the phase (``"forward"``, ``"recompute"`` or ``"backward"``) and the micro-batch; None means never.
         how: the class of the error, or the signal.
     """
 
@@ -40,7 +40,7 @@ class Planted(nn.Module):
 
 
 def planted_in(rank: nn.Module) -> Planted:
-    """The first such layer of a rank."""
+    """Return the first planted layer of a rank."""
     return next(layer for layer in rank.modules() if isinstance(layer, Planted))
 
 
@@ -50,13 +50,13 @@ def network() -> nn.Sequential:
 
 
 def batch(rows: int = 12, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, the same in every call."""
+    """Return inputs and targets, equal in every call."""
     options = {"generator": torch.Generator().manual_seed(0), "dtype": dtype}
     return torch.randn(rows, 6, **options), torch.randn(rows, 6, **options)
 
 
 def expect_gradients(rank: nn.Module, plain: nn.Module) -> None:
-    """Those of a rank are those of the plain model, also if they are sharded, or sparse."""
+    """Expect that a rank's gradients, which may be sharded or sparse, match the plain model's gradients."""
     wanted = dict(plain.named_parameters(remove_duplicate=False))
     for name, parameter in rank.named_parameters():
         found, expected = parameter.grad, wanted[name].grad
@@ -68,12 +68,12 @@ def expect_gradients(rank: nn.Module, plain: nn.Module) -> None:
 
 
 def mesh_of_four() -> Any:
-    """Two replicas of two stages."""
+    """Return a mesh of two replicas with two stages each."""
     return dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "stages"))
 
 
 def shard(rank: nn.Module, mesh: Any, *, nested: bool = False, **options: Any) -> None:
-    """Its stages over the replicas, and ``nested`` layers too: these are gathered anew for every micro-batch."""
+    """Shard a rank's stages over the replicas, and their layers if ``nested``: these are gathered per micro-batch."""
     from torch.distributed.fsdp import fully_shard
 
     for partition in rank.partitions:
@@ -84,10 +84,10 @@ def shard(rank: nn.Module, mesh: Any, *, nested: bool = False, **options: Any) -
 
 
 def own_half(mesh: Any, *given: Tensor) -> list[Tensor]:
-    """The rows of this process's replica, one of two."""
+    """Return the rows of this process's replica, which is one of two."""
     return [each.chunk(2)[mesh["replicas"].get_local_rank()] for each in given]
 
 
 def long_but(cases: Iterable[tuple[Any, ...]], *short: tuple[Any, ...]) -> list[Any]:
-    """Parameters of a test, all of which take long together: only ``short`` ones run where time is short."""
+    """Return the parameters of a test, with all but the ``short`` ones marked as long."""
     return [pytest.param(*case, marks=[] if case in short else pytest.mark.long) for case in cases]

@@ -1,9 +1,9 @@
-"""Train on changing numbers of ranks that are killed at random times: the losses are those of an unbroken run.
+"""Train on varying numbers of ranks, killed at random times: the losses match an uninterrupted run.
 
     python -m packages.gpipe.tests.distributed.soak [--steps 2000]
 
-After each kill, all other ranks have to raise an error that names the killed one. Then a new set of 1 to 4
-processes goes on from the last checkpoint.
+After each kill, all other ranks must raise an error that names the killed rank. Then a new set of 1 to 4 processes
+resumes from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..soaking import run
 from ..worlds import World, world
 
 STAGES, EVERY, LIMIT = [2, 2, 2, 2], 5, 120.0
-"""Layers of each stage, the steps between two checkpoints, and the seconds within which processes have to answer."""
+"""The number of layers per stage, the steps between two checkpoints, and the time limit for answers in seconds."""
 
 
 def model() -> nn.Sequential:
@@ -39,13 +39,13 @@ def model() -> nn.Sequential:
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """The mini-batch of a step. It also seeds the random numbers of its dropouts."""
+    """Return the mini-batch of a step, and seed the random numbers of its dropouts."""
     torch.manual_seed(step)
     return torch.randn(8, 16), torch.randn(8, 16)
 
 
 def unbroken(steps: int) -> tuple[list[float], dict[str, Tensor]]:
-    """The losses, and the weights after the last step, of a pipe in one process."""
+    """Return the losses, and the weights after the last step, of a pipe in one process."""
     pipe, losses = GPipe(model(), STAGES, devices=["cpu"] * 4, chunks=2), []
     optimizer = torch.optim.AdamW(pipe.parameters(), 1e-3)
     for step in range(steps):
@@ -60,7 +60,7 @@ def last_checkpoint(folder: str) -> int:
 
 
 def train(folder: str, steps: int, log: str) -> None:
-    """Go on from the last checkpoint, on a rank of any number of them. The first one writes the losses to ``log``."""
+    """Resume from the last checkpoint, on any number of ranks. The first rank writes the losses to ``log``."""
     size, is_first = dist.get_world_size(), dist.get_rank() == 0
     rank = Rank(model(), STAGES, ranks=[j % size for j in range(4)], chunks=2)
     optimizer = torch.optim.AdamW(rank.parameters(), 1e-3)
@@ -82,14 +82,14 @@ def train(folder: str, steps: int, log: str) -> None:
 
 
 class Attempt:
-    """Some processes that train until one of them is killed, or until all have finished."""
+    """Processes that train until one of them is killed, or until all have finished."""
 
     def __init__(self, opened: World, folder: str, steps: int, log: Path) -> None:
         self.opened, self.log = opened, log
         opened.send(train, folder, steps, str(log))
 
     def kill(self, who: int, steps: int, seconds: float) -> bool:
-        """Kill a rank after some steps, and some time. Return False if it has finished before."""
+        """Kill a rank after ``steps`` steps and ``seconds`` seconds. Return False if it finishes earlier."""
         process, end = self.opened.processes[who], time.monotonic() + LIMIT
         while not (self.log.exists() and self.log.read_text().count("\n") >= steps):
             if self.opened.connections[who].poll(0.01):
@@ -101,11 +101,11 @@ class Attempt:
         return True
 
     def expect_named(self, who: int) -> float:
-        """Expect an error that names the killed rank on all others. Return the seconds until the last one raised it."""
+        """Expect that all other ranks raise an error naming the killed one, and return how many seconds this took."""
         began = time.monotonic()
         for other in {*range(len(self.opened.processes))} - {who}:
             succeeded, text = self.opened.answer(other, LIMIT)
-            assert not succeeded, f"rank {other} went on without rank {who}"
+            assert not succeeded, f"rank {other} continued without rank {who}"
             assert re.search(rf"LostRankError: rank {who} has ended", text), text
         return time.monotonic() - began
 
@@ -115,7 +115,7 @@ class Attempt:
             assert succeeded, text
 
     def expect_losses(self, expected: Sequence[float]) -> int:
-        """Compare the losses bit by bit, and return their number."""
+        """Compare the losses bitwise, and return their number."""
         lines = [line.split() for line in self.log.read_text().splitlines(keepends=True) if line.endswith("\n")]
         for step, loss in lines:
             assert float.fromhex(loss) == expected[int(step)], f"step {step}: {loss} instead of {expected[int(step)]}"
@@ -145,12 +145,12 @@ def soak(steps: int, seed: int = 0, most: int = 4) -> None:
         end = model()
         load(Path(folder, str(steps)), end)
         for name, value in end.state_dict().items():
-            assert torch.equal(value, weights[name]), f"{name} differs from the unbroken run"
+            assert torch.equal(value, weights[name]), f"{name} differs from the uninterrupted run"
     changes = sum(a != b for a, b in pairwise(sizes))
     print(f"{steps} steps, {taken - steps} repeated; {kills} kills; {changes} changes of the number of ranks")
     if waits:
         print(f"all others raised an error after {statistics.median(waits):.1f} s, at most {max(waits):.1f} s")
-    print(f"losses and weights are bitwise those of an unbroken run; {time.monotonic() - began:.0f} s in all")
+    print(f"losses and weights match an uninterrupted run bitwise; {time.monotonic() - began:.0f} s in total")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

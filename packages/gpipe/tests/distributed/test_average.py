@@ -1,4 +1,4 @@
-"""Averages over replicas: two pipes that have half of the rows each train like one model that has all."""
+"""Averages over replicas: two pipes, each with half of the rows, train like one model with all of them."""
 
 import signal
 from itertools import count
@@ -29,8 +29,8 @@ kinds = st.lists(st.sampled_from(["none", "dense", "sparse"]), min_size=len(SHAP
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(kinds, kinds, st.sampled_from([1, 24, 2**20]))
-def test_the_average_of_what_is_there(worlds: Any, first: list[str], second: list[str], bucket: int) -> None:
-    """Whatever gradients two replicas have, of whatever dtype, in buckets of whatever size."""
+def test_average_of_arbitrary_gradients(worlds: Any, first: list[str], second: list[str], bucket: int) -> None:
+    """Missing, dense and sparse gradients of any dtype are averaged, with any bucket size."""
     worlds(2).run(_expect_average, [first, second], bucket)
 
 
@@ -49,7 +49,7 @@ def _expect_average(kinds: list[list[str]], bucket: int) -> None:
 
 
 def _prepared(kinds: list[list[str]]) -> nn.ParameterList:
-    """The parameters of this replica, with their gradients."""
+    """Return the parameters of this replica, with their gradients."""
     parameters = [nn.Parameter(torch.ones(s, dtype=d)) for s, d in zip(SHAPES, DTYPES, strict=True)]
     for parameter, gradient in zip(parameters, _gradients(kinds)[dist.get_rank()], strict=True):
         parameter.grad = gradient
@@ -57,7 +57,7 @@ def _prepared(kinds: list[list[str]]) -> nn.ParameterList:
 
 
 def _gradients(kinds: list[list[str]]) -> list[list[Tensor | None]]:
-    """Those of each replica."""
+    """Return the gradients of each replica."""
     return [[_gradient(k, replica, kind) for k, kind in enumerate(own)] for replica, own in enumerate(kinds)]
 
 
@@ -73,12 +73,12 @@ def _gradient(k: int, replica: int, kind: str) -> Tensor | None:
 
 
 def sometimes(s: Layer, x: Tensor) -> Tensor:
-    """Uses its layer for some inputs only."""
+    """Use the layer for some inputs only."""
     return x + s.rarely(x) if x.mean() > 1 else x * 1.0
 
 
 def network() -> nn.Sequential:
-    """With a sparse gradient, a weight on both stages, and a layer that one replica alone uses."""
+    """Return a model with a sparse gradient, a weight shared by both stages, and a layer that only one replica uses."""
     torch.manual_seed(0)
     first, rarely = nn.Linear(6, 6), Layer(sometimes, rarely=nn.Linear(6, 6))
     layers = [nn.Embedding(10, 6, sparse=True), first, nn.Tanh(), rarely, nn.Linear(6, 6), Tied(first)]
@@ -113,8 +113,8 @@ def _expect_as_the_whole(schedule: str, checkpoint: str) -> None:
         expect_gradients(rank, plain)
 
 
-def test_a_pipe_in_one_process(worlds: Any) -> None:
-    """With ``step``, whose gradients ``DistributedDataParallel`` would not average."""
+def test_gradients_of_pipes_are_averaged(worlds: Any) -> None:
+    """``DistributedDataParallel`` would not average the gradients of ``step``."""
     worlds(2).run(_expect_pipes_as_the_whole)
 
 
@@ -129,7 +129,7 @@ def _expect_pipes_as_the_whole() -> None:
     pipe.close()
 
 
-def test_a_group_of_other_stages_is_refused(worlds: Any) -> None:
+def test_averaging_over_different_stages_raises(worlds: Any) -> None:
     for succeeded, text in worlds(2).answers(_averaged_over_stages):
         assert not succeeded
         assert "ValueError: the ranks disagree: the first parameter is '0.weight' on rank 0, but '3.rarely" in text
@@ -144,8 +144,8 @@ KINDS = [["sparse", "dense", "dense", "dense", "dense"]] * REPLICAS
 
 
 @pytest.mark.parametrize("is_killed", [True, False])
-def test_a_replica_that_is_killed_or_fails_is_named(is_killed: bool) -> None:
-    """Also by replicas that have no connection to it in a ring; and in the next average."""
+def test_killed_or_failed_replica_is_named(is_killed: bool) -> None:
+    """Replicas that have no connection to it in a ring name it as well, even in the next average."""
     expect_named(REPLICAS, (0, 2, 3), _lose, is_killed)
 
 

@@ -23,7 +23,7 @@ def _loader(fails: bool) -> Iterator[dict[str, Any]]:
         yield {"x": x / 48, "y": -x, "number": k}
 
 
-def test_one_rank_reads_and_the_others_get_what_they_need(worlds: Any) -> None:
+def test_ranks_receive_the_batches_they_need(worlds: Any) -> None:
     for ranks, fails in product([[0, 1], [0, 1, 2], [2, 0, 1]], [False, True]):
         found = worlds(len(ranks)).run(_read, ranks, fails)
         for k, (numbers, has_data, error) in enumerate(found):
@@ -69,7 +69,7 @@ def _expect_inputs() -> None:
     rank.close()
 
 
-def test_a_rank_that_steps_while_others_read_is_told(worlds: Any) -> None:
+def test_step_while_another_rank_reads_raises(worlds: Any) -> None:
     for who in range(2):
         for text in worlds(2).run(_step_instead, who):
             assert "the method that is called is" in text

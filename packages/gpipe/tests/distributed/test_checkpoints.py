@@ -1,4 +1,4 @@
-"""Checkpoints of ranks: whoever loads them, with whatever balance, goes on as if nothing had been interrupted."""
+"""Checkpoints of ranks: training resumes on any number of ranks, with any balance, as if never interrupted."""
 
 import gc
 import os
@@ -35,7 +35,7 @@ Y = torch.arange(8) % 3
 
 
 def network(seed: int = 0) -> nn.Sequential:
-    """With buffers, a weight that is shared, a layer that does not train, and parameters at two depths."""
+    """Return a model with buffers, a shared weight, a frozen layer, and parameters at two depths."""
     torch.manual_seed(seed)
     first, frozen = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
     deep = nn.Sequential(nn.Tanh(), nn.Linear(4, 4))
@@ -43,7 +43,7 @@ def network(seed: int = 0) -> nn.Sequential:
 
 
 def whole(seed: int = 0) -> Layer:
-    """A model with a forward of its own; its head is tied to its first layer."""
+    """Return a model with a custom forward, whose head is tied to its first layer."""
 
     def forward(s: Layer, x: Tensor) -> Tensor:
         x = s.embed(x)
@@ -59,17 +59,17 @@ def whole(seed: int = 0) -> Layer:
 
 
 BLOCKS = ["embed", "blocks", "head"]
-"""Those of the model, as many as the network has layers."""
+"""The blocks of the model with a custom forward; there are as many as the network has layers."""
 
 
 class Setup(NamedTuple):
-    """How a model is trained: as it is, in a pipe, or on several ranks.
+    """A way to train a model: unwrapped, in a pipe, or on several ranks.
 
     Attributes:
-        size: how many processes; none is a module in this one.
-        balance: of its stages; None is the plain model.
-        ranks: that of each stage.
-        flat: whether it is a model with a forward of its own.
+        size: the number of ranks; 0 for a module in this process.
+        balance: the balance of the stages; None for the plain model.
+        ranks: the rank of each stage.
+        flat: whether the model has a custom forward.
     """
 
     size: int
@@ -78,7 +78,7 @@ class Setup(NamedTuple):
     flat: bool = False
 
     def make(self, seed: int) -> nn.Module:
-        model = (whole if self.flat else network)(seed).eval()  # where batch norm is the same for micro-batches
+        model = (whole if self.flat else network)(seed).eval()  # batch norm does not depend on micro-batches
         if self.balance is None:
             return model
         options: dict[str, Any] = {"chunks": 2, "blocks": BLOCKS if self.flat else None}
@@ -101,7 +101,7 @@ def setups(draw: st.DrawFn) -> Setup:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """With two groups, whose options differ, and may be tensors; on a rank without a parameter one of them is empty."""
+    """Return an optimizer with two groups: their options differ, one option is a tensor, and a group may be empty."""
     weights = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
     others = [p for p in model.parameters() if p.requires_grad and p.dim() == 1]
     return torch.optim.AdamW([{"params": weights, "lr": torch.tensor(0.02)}, {"params": others, "weight_decay": 0.1}])
@@ -122,7 +122,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> lis
 
 
 def begin(path: str, setup: Setup, steps: int) -> None:
-    """Train, and save."""
+    """Train and save."""
     model = setup.make(0)
     optimizer = optimizer_of(model)
     train(model, optimizer, steps)
@@ -130,7 +130,7 @@ def begin(path: str, setup: Setup, steps: int) -> None:
 
 
 def go_on(path: str, setup: Setup, steps: int) -> list[float]:
-    """Load, and train; nothing is left of what was there."""
+    """Load into a trained model with different weights, and train on."""
     model = setup.make(1)
     optimizer = optimizer_of(model)
     train(model, optimizer, 1)
@@ -146,7 +146,7 @@ def uninterrupted(steps: int, flat: bool = False) -> list[float]:
 
 @pytest.fixture
 def run(worlds: Any) -> Callable[..., list[Any]]:
-    """Calls a function on so many ranks, or here."""
+    """Return a function that calls a function on ``size`` ranks, or in this process if ``size`` is 0."""
 
     def of(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         return worlds(size).run(function, *arguments) if size else [function(*arguments)]
@@ -167,10 +167,10 @@ TWO, V, FOUR = Setup(2, [3, 3], [0, 1]), Setup(2, [1, 2, 2, 1], [1, 0, 0, 1]), S
 @example(before=TWO, after=PLAIN, steps=2, flat=True)
 @example(before=FOUR, after=V, steps=1, flat=False)
 @example(before=V, after=PIPE, steps=1, flat=True)
-def test_it_goes_on_elsewhere(
+def test_training_resumes_with_a_different_setup(
     tmp_path_factory: Any, run: Any, before: Setup, after: Setup, steps: int, flat: bool
 ) -> None:
-    """Also a model with a forward of its own."""
+    """The model may have a custom forward."""
     path = str(tmp_path_factory.mktemp("run") / "checkpoint")
     run(before.size, begin, path, before._replace(flat=flat), steps)
     for losses in run(after.size, go_on, path, after._replace(flat=flat), 2):
@@ -190,8 +190,8 @@ def _loads_its_own_state(setup: Setup) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_torch_reads_it(tmp_path: Path, run: Any) -> None:
-    """It is a checkpoint like any other, also the state of the optimizer."""
+def test_torch_loads_the_checkpoint(tmp_path: Path, run: Any) -> None:
+    """Model and optimizer are in the standard format, which ``torch.distributed.checkpoint`` reads."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import state_dict
 
@@ -207,8 +207,8 @@ def test_torch_reads_it(tmp_path: Path, run: Any) -> None:
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_torch_writes_it_while_training_goes_on(tmp_path: Path, run: Any, flat: bool) -> None:
-    """It is the state at the call, for any number of processes."""
+def test_torch_saves_asynchronously_during_training(tmp_path: Path, run: Any, flat: bool) -> None:
+    """The checkpoint has the state at the time of the call, and any number of processes can load it."""
     path = str(tmp_path / "checkpoint")
     run(2, begin_in_background, path, TWO._replace(flat=flat))
     for setup in (PLAIN, FOUR):
@@ -217,7 +217,7 @@ def test_torch_writes_it_while_training_goes_on(tmp_path: Path, run: Any, flat: 
 
 
 def begin_in_background(path: str, setup: Setup) -> None:
-    """Two steps, and two more while it is written."""
+    """Train two steps, start to save, and train two more steps while the checkpoint is written."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
@@ -238,8 +238,8 @@ def begin_in_background(path: str, setup: Setup) -> None:
     torch.testing.assert_close(losses, uninterrupted(4, setup.flat)[2:], rtol=1e-9, atol=1e-12)
 
 
-def test_replicas_save_once(tmp_path: Path, run: Any) -> None:
-    """Two replicas of a pipe of two stages write what one does."""
+def test_replicas_are_saved_once(tmp_path: Path, run: Any) -> None:
+    """Two replicas of a pipe with two stages write about as many bytes as one pipe."""
     run(4, begin_replicas, str(tmp_path / "replicas"))
     run(2, begin, str(tmp_path / "one"), TWO, 1)
     sizes = [sum(file.stat().st_size for file in folder.glob("*.distcp")) for folder in sorted(tmp_path.iterdir())]
@@ -256,12 +256,12 @@ def begin_replicas(path: str) -> None:
 
 
 class Interrupted(BaseException):
-    """As of a signal."""
+    """An interrupt, such as a signal handler raises."""
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_an_interrupted_save_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool) -> None:
-    """Wherever it is interrupted; the next one is whole."""
+def test_interrupted_save_keeps_the_previous_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool) -> None:
+    """A save may be interrupted at any point, and the next save completes."""
     from torch.distributed.checkpoint import FileSystemWriter
 
     operations = [(Path, "mkdir"), (Path, "rename"), (shutil, "rmtree")]
@@ -289,11 +289,11 @@ def test_an_interrupted_save_leaves_the_last_one(tmp_path: Path, monkeypatch: py
         if completed:
             assert last >= 5
             return
-    raise AssertionError("it was never completed")
+    raise AssertionError("no save was completed")
 
 
 def _at_call(k: int, calls: Iterator[int], act: Callable[[], None], function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, which acts before its k-th call, as ``calls`` counts them."""
+    """Return ``function``, with a call of ``act`` when ``calls`` reaches ``k``."""
 
     def counted(*arguments: Any, **options: Any) -> Any:
         if next(calls) == k:
@@ -310,19 +310,19 @@ def _constant(value: float) -> nn.Sequential:
     return model
 
 
-PHASES = ["state", "write", "between", "commit", "after"]  # the last two are the work of the first rank alone
+PHASES = ["state", "write", "between", "commit", "after"]  # only the first rank has the last two phases
 SAVING = [(0, phase) for phase in PHASES] + [(who, phase) for who in (1, 2) for phase in PHASES[:3]]
 
 
 @pytest.mark.parametrize(("who", "phase"), long_but(SAVING, (1, "write")))
-def test_a_rank_that_is_killed_while_it_saves(tmp_path: Path, who: int, phase: str) -> None:
-    """The others hear who it was, also when they save again; the last whole checkpoint is there."""
+def test_rank_killed_during_save_is_named(tmp_path: Path, who: int, phase: str) -> None:
+    """The other ranks name it, even if they save again, and the last complete checkpoint can be loaded."""
     path = str(tmp_path / "checkpoint")
     save(path, _constant(1.0))
     expect_named(3, [who], lose_while_saving, path, phase)
     found = _constant(0.0)
     load(path, found)
-    all_have_written = phase == "after" or (phase == "between" and who != 0)  # and the first makes it the whole one
+    all_have_written = phase == "after" or (phase == "between" and who != 0)  # and the first rank commits it
     assert found[0].weight.unique().item() == (2.0 if all_have_written else 1.0)
     save(path, _constant(3.0))
     load(path, found)
@@ -331,7 +331,7 @@ def test_a_rank_that_is_killed_while_it_saves(tmp_path: Path, who: int, phase: s
 
 
 def lose_while_saving(who: int, path: str, phase: str) -> str:
-    """What the others get, if ``who`` is killed then."""
+    """Return the error of the other ranks if ``who`` is killed in ``phase``."""
     from torch.distributed.checkpoint import FileSystemWriter
 
     rank = Rank(_constant(2.0), [1, 1, 1])
@@ -363,8 +363,8 @@ WRONG: dict[str, Callable[[nn.Sequential], nn.Module]] = {
 
 @pytest.mark.parametrize("message", WRONG)
 @pytest.mark.parametrize("setup", [PLAIN, TWO], ids=["plain", "two"])
-def test_of_another_model(tmp_path: Path, run: Any, message: str, setup: Setup) -> None:
-    """All ranks say what is wrong; nothing has changed."""
+def test_checkpoint_of_a_different_model_raises(tmp_path: Path, run: Any, message: str, setup: Setup) -> None:
+    """The error on all ranks names the difference, and no value has changed."""
     path = str(tmp_path / "checkpoint")
     save(path, WRONG[message](network()))
     run(setup.size, expect_refused, path, setup, message)
@@ -378,7 +378,7 @@ def expect_refused(path: str, setup: Setup, message: str) -> None:
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
-def test_without_or_of_another_optimizer(tmp_path: Path) -> None:
+def test_missing_or_different_optimizer_raises(tmp_path: Path) -> None:
     path, model = tmp_path / "checkpoint", network()
     save(path, model)
     with pytest.raises(ValueError, match="was saved without one"):
@@ -396,13 +396,13 @@ def test_without_or_of_another_optimizer(tmp_path: Path) -> None:
     assert not torch.equal(other[0].weight, model[0].weight)
 
 
-def test_an_entry_that_is_a_dict(tmp_path: Path) -> None:
+def test_dict_as_extra_state_raises(tmp_path: Path) -> None:
     kind = type("Kind", (nn.Linear,), {"get_extra_state": lambda self: {"a": 1}})
     with pytest.raises(ValueError, match="the entry '_extra_state' is a dict"):
         save(tmp_path / "path", kind(1, 1))
 
 
-def test_not_a_whole_checkpoint(tmp_path: Path) -> None:
+def test_incomplete_checkpoint_raises(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no complete checkpoint"):
         load(tmp_path / "none", network())
     (tmp_path / "folder").mkdir()
@@ -415,8 +415,8 @@ def test_not_a_whole_checkpoint(tmp_path: Path) -> None:
         save("s3://bucket/checkpoint", network())
 
 
-def test_a_rank_keeps_no_parameters_of_other_stages(worlds):
-    """Nor graphs of its own ones: gradients would be added up outside of ``.grad``, for hooks that are not there."""
+def test_rank_frees_parameters_of_other_stages(worlds):
+    """Old graph nodes of its own parameters are freed too: they would make steps sum gradients outside ``.grad``."""
     worlds(2).run(_expect_own_parameters_only)
 
 
@@ -437,8 +437,8 @@ def _expect_own_parameters_only() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_groups_without_parameters_have_the_options_of_other_ranks(worlds: Any, tmp_path: Path, size: int) -> None:
-    """Wherever the only layer of a group is, and also for a scheduler that goes on."""
+def test_empty_groups_take_options_from_other_ranks(worlds: Any, tmp_path: Path, size: int) -> None:
+    """The layer with the group's parameters may be on any rank. A scheduler can resume."""
     path = str(tmp_path / "run")
     expected = worlds(2).run(_grouped, path, [1, 3], None)[0]
     for balance in ([1, 3], [3, 1]) if size == 2 else ([1, 1, 2], [2, 1, 1]):
@@ -447,7 +447,7 @@ def test_groups_without_parameters_have_the_options_of_other_ranks(worlds: Any, 
 
 
 def _grouped(path: str, balance: list[int], expected: Any) -> Any:
-    """The options of all groups after they were saved, or loaded."""
+    """Return options and learning rates of all groups after a save or a load, and a scheduler's rates after a save."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3))
     rank = Rank(model, balance)
@@ -472,7 +472,7 @@ def _grouped(path: str, balance: list[int], expected: Any) -> Any:
     return options, rates, scheduler.get_last_lr() if expected is None else expected[2]
 
 
-def test_a_group_without_parameters_needs_the_same_groups_on_all_ranks(worlds: Any, tmp_path: Path) -> None:
+def test_empty_group_requires_same_groups_on_all_ranks(worlds: Any, tmp_path: Path) -> None:
     for text in worlds(2).run(_other_groups, str(tmp_path / "run")):
         assert "has no parameters, so it has the options of the same group on other ranks" in text
 
@@ -487,7 +487,7 @@ def _other_groups(path: str) -> str:
     return str(caught.value)
 
 
-def test_a_rank_of_layers_without_biases_is_printed(worlds: Any) -> None:
+def test_repr_of_layers_without_biases(worlds: Any) -> None:
     for text in worlds(2).run(_printed):
         assert "bias=False" in text
 

@@ -1,4 +1,4 @@
-"""What ranks share must stay alike, and what belongs to another rank must not be trained here."""
+"""Shared tensors must stay equal on all ranks, and a rank must not use the parameters of another rank."""
 
 import copy
 from typing import Any
@@ -18,7 +18,7 @@ from .planted import batch, network
 
 
 @pytest.mark.parametrize("change", ["values", "frozen", "pruned", "batch norm"])
-def test_copies_that_are_not_treated_alike_are_refused_on_all_ranks(worlds: Any, change: str) -> None:
+def test_diverged_copies_raise_on_all_ranks(worlds: Any, change: str) -> None:
     for _, text in worlds(3).answers(_step_after, change):
         assert "ValueError: " in text
         assert "of rank 2 are one tensor of the model, but now differ" in text
@@ -30,10 +30,10 @@ def _step_after(change: str) -> None:
     ends: tuple[nn.Module, nn.Module] = (shared, Tied(shared))
     if change == "batch norm":
         ends = (nn.BatchNorm1d(6),) * 2
-    # A container around one of them: a layer occurs once in a model.
+    # One of them is in a container, because a layer may occur only once in a model.
     rank = Rank(nn.Sequential(ends[0], nn.Linear(6, 6), nn.Sequential(ends[1])), [1, 1, 1], chunks=2)
     if change == "values" and dist.get_rank() == 2:
-        next(rank.parameters()).data.mul_(0.99)  # decay that an optimizer applies by name
+        next(rank.parameters()).data.mul_(0.99)  # like weight decay that an optimizer applies by name
     if change == "frozen" and dist.get_rank() == 0:
         rank.requires_grad_(False)
     if change == "pruned" and dist.get_rank() != 1:
@@ -42,8 +42,8 @@ def _step_after(change: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_copies_may_differ_by_the_rounding_of_their_dtype(dtype: torch.dtype) -> None:
-    """Not by a decay of three hundred steps (3e-4) or, in half precision, of 1%: what is less does not change these."""
+def test_copies_may_differ_by_rounding_errors(dtype: torch.dtype) -> None:
+    """A decay of 3e-4, as after 300 steps, is detected. In half precision 1% is detected; less may be rounded away."""
     weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     is_half = dtype.itemsize == 2
 
@@ -58,7 +58,7 @@ def test_copies_may_differ_by_the_rounding_of_their_dtype(dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("who", ["loss", "layer"])
 @pytest.mark.parametrize("counted", [False, True])
-def test_who_uses_a_parameter_of_another_rank_is_refused(worlds: Any, who: str, counted: bool) -> None:
+def test_using_a_parameter_of_another_rank_raises(worlds: Any, who: str, counted: bool) -> None:
     (_, told), (_, text) = worlds(2).answers(_use, who, counted)
     assert "belongs to stage 0 on another rank" in text
     assert "rank 1 failed: RuntimeError: " in told
@@ -75,11 +75,11 @@ def _use(who: str, counted: bool) -> None:
         return gpipe.LossSum(loss, len(output)) if counted else loss
 
     rank = Rank(model, [4, 4], chunks=2)
-    model(batch()[0]).sum().backward()  # outside of runs the model is a model
+    model(batch()[0]).sum().backward()  # outside a run, the model can still be called
     rank.step(*batch(), loss_fn=loss_fn)
 
 
-def test_each_rank_draws_its_own_values_and_all_generators_stay_alike(worlds: Any) -> None:
+def test_initial_weights_differ_but_generators_stay_equal(worlds: Any) -> None:
     found = worlds(2).run(_drawn)
     assert len({tuple(weight) for weights, _ in found for weight in weights}) == 4
     assert found[0][1] == found[1][1]
@@ -93,7 +93,7 @@ def _drawn() -> tuple[list[list[float]], int]:
     return [layer.weight.flatten().tolist() for layer in rank.partitions[0]], int(torch.randint(2**31, ()))
 
 
-def test_a_shared_weight_that_was_saved_under_one_name_is_loaded_on_each_rank(worlds: Any) -> None:
+def test_shared_weight_is_loaded_on_each_rank(worlds: Any) -> None:
     worlds(2).run(_expect_loaded)
 
 

@@ -1,4 +1,4 @@
-"""What ranks send grows with their number where the page of ranks says so, and nowhere else."""
+"""The traffic of ranks grows with their number only as documented in ``docs/benchmarks/ranks.md``."""
 
 from collections import Counter
 from typing import Any
@@ -15,7 +15,7 @@ CHUNKS = 4
 
 
 def _counts() -> dict[str, Any]:
-    """What this rank sends when it is made, and in its first two steps; and with how many it exchanges messages."""
+    """Count what this rank sends at creation and in its first two steps, and the ranks it exchanges messages with."""
     sent: Counter[str] = Counter()
 
     def counting(cls: type, name: str) -> Any:
@@ -36,7 +36,7 @@ def _counts() -> dict[str, Any]:
         steps = [dict(sent)]
         for _ in range(2):
             sent.clear()
-            torch.manual_seed(0)  # the seed of the step, which is announced, has as many bytes as the number needs
+            torch.manual_seed(0)  # the announced seed of a step has as many bytes as its value needs
             rank.step(torch.randn(8, 4), loss_fn=Tensor.mean)
             steps.append(dict(sent))
     return {
@@ -51,8 +51,8 @@ SIZES = [2, 4, pytest.param(8, marks=pytest.mark.long)]
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_messages_are_those_on_the_page(worlds: Any, n: int) -> None:
-    """With one stage each; the root of a meeting tells all others, each of which tells it. All are one transfer."""
+def test_message_counts_match_the_documentation(worlds: Any, n: int) -> None:
+    """Each rank has one stage. The root sends to all others, and they to the root. Each message is one transfer."""
     for k, found in enumerate(worlds(n).run(_counts)):
         neighbours = {k - 1, k + 1} & {*range(n)}
         told, heard = (2 * (n - 1), n - 1) if k == 0 else (1, 2)
@@ -64,8 +64,8 @@ def test_messages_are_those_on_the_page(worlds: Any, n: int) -> None:
         assert found["peers"] == (len(neighbours | {0}) if k else n - 1)
 
 
-def test_what_the_first_rank_tells_each_other_one_hardly_grows(worlds: Any) -> None:
-    """Of a step nothing at all, whose reports are empty; of the meetings when it is made, the facts of each rank."""
+def test_bytes_sent_to_each_rank_hardly_grow(worlds: Any) -> None:
+    """Reports of a step are empty, so nothing grows. At creation, reports contain a few properties of each rank."""
     found = {n: worlds(n).run(_counts)[0] for n in (2, 4)}
     each = {n: found[n]["step"]["bytes"] / (n - 1) for n in found}
     assert each[4] == each[2] > 0

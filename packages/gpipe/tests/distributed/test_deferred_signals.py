@@ -34,7 +34,7 @@ SOURCES = str(Path(_deferred_signals.__file__).parent)
 
 
 class Stop(BaseException):
-    """What the handler of a signal raises, as a program does to save a checkpoint before it ends."""
+    """The error of a signal handler, as in programs that save a checkpoint before they exit."""
 
 
 @contextmanager
@@ -56,8 +56,8 @@ BLOCKS = st.recursive(st.just("signal"), lambda inner: st.tuples(st.sampled_from
 
 
 @given(st.lists(BLOCKS, max_size=4))
-def test_handlers_run_only_where_they_are_allowed_and_none_is_lost(program: list[Any]) -> None:
-    """The second signal of a kind runs its handler at once, which counts for both."""
+def test_handlers_run_only_when_signals_are_allowed(program: list[Any]) -> None:
+    """No signal is lost. A second signal of the same kind runs the handler at once, for both signals."""
     runs, expected, pending, states = list[int](), 0, [False], ["a"]
 
     def expect(more: int) -> None:
@@ -79,7 +79,7 @@ def test_handlers_run_only_where_they_are_allowed_and_none_is_lost(program: list
                 run(item[1])
             states.pop()
             if item[0] == "a" and "d" in states:
-                states[-1] = "d"  # such a block ends with an exchange
+                states[-1] = "d"  # an allow_signals block ends with an exchange
             expect(settled())
 
     def settled() -> bool:
@@ -92,7 +92,7 @@ def test_handlers_run_only_where_they_are_allowed_and_none_is_lost(program: list
     assert not pending[0]
 
 
-def test_a_handler_waits_for_a_block_that_allows_it_or_for_the_end() -> None:
+def test_handler_waits_until_signals_are_allowed() -> None:
     order: list[str] = []
     with handled(lambda number, frame: order.append("handler"), signal.SIGUSR1):
         with defer_signals():
@@ -110,14 +110,14 @@ def test_a_handler_waits_for_a_block_that_allows_it_or_for_the_end() -> None:
     assert order == ["deferred", "handler", "allowed", "inner", "handler", "allowed", "last", "handler", "end"]
 
 
-def test_the_second_signal_of_a_kind_is_not_deferred() -> None:
+def test_second_signal_of_a_kind_runs_immediately() -> None:
     with handled(_stop, signal.SIGUSR1), defer_signals():
         signal.raise_signal(signal.SIGUSR1)
         with pytest.raises(Stop):
             signal.raise_signal(signal.SIGUSR1)
 
 
-def test_a_handler_that_was_set_meanwhile_is_kept() -> None:
+def test_handler_set_in_the_block_is_kept() -> None:
     with handled(_stop, signal.SIGUSR1):
         with defer_signals():
             before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -140,7 +140,7 @@ def test_other_threads_defer_nothing() -> None:
 
 
 class _Interrupt:
-    """Sends a signal to this process before line number ``at`` of a call of all ranks, on its main thread."""
+    """Sends a signal to this process before line number ``at`` of a call of all ranks, on the main thread."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -149,7 +149,7 @@ class _Interrupt:
     def __call__(self, frame: Any, event: str, value: Any) -> Any:
         if not frame.f_code.co_filename.startswith(SOURCES) or "signals" in frame.f_code.co_filename:
             return None
-        if event == "line" and _deferred_signals._active is not None:  # else it is before or after the call
+        if event == "line" and _deferred_signals._active is not None:  # not before or after the call
             self.lines += 1
             if self.lines == self.at:
                 signal.raise_signal(signal.SIGTERM)
@@ -210,10 +210,10 @@ CALLS = ["step", "evaluate", "forward", "clip", "average", "read", "save", "load
     phases=[phase for phase in Phase if phase is not Phase.shrink],  # an example may take as long as a timeout
 )
 @given(st.sampled_from(CALLS), st.integers(0, 1), st.lists(st.floats(0, 0.9), max_size=2))
-def test_a_signal_in_a_call_leaves_no_rank_in_another(
+def test_signal_leaves_all_ranks_in_the_same_call(
     worlds: Any, tmp_path: Path, call: str, who: int, places: list[float]
 ) -> None:
-    """It is raised there and told to the others by name, or it is raised at the end of a call that succeeds on all."""
+    """Its error is raised on that rank and reported to the others, or is raised after a call that succeeds on all."""
     outcomes = worlds(2).run(_interrupt, str(tmp_path / "run"), call, who, places)
     assert len(outcomes[0]) == len(places)
     for own, other in zip(outcomes[who], outcomes[1 - who], strict=True):
@@ -222,11 +222,11 @@ def test_a_signal_in_a_call_leaves_no_rank_in_another(
 
 
 def _interrupt(path: str, call: str, who: int, places: list[float]) -> list[str]:
-    """What ``call`` raises, with a signal at each of these places on rank ``who``. Afterwards, all steps are right."""
+    """Return what ``call`` raises for a signal at each of ``places`` on rank ``who``. Later steps are correct."""
     if not groups:
         groups.extend(dist.new_group([k]) for k in range(2))
     case, outcomes = _Case(path), []
-    for _ in range(2):  # the first call does more
+    for _ in range(2):  # the first call runs more lines
         counter = _Interrupt(0)
         with counter.traced():
             getattr(case, call)()
@@ -256,10 +256,8 @@ def _outcome(case: _Case, call: str, at: int) -> str:
 
 
 @pytest.mark.parametrize("call", ["step", "clip", "save"])
-def test_an_error_within_an_exchange_is_told_by_name_and_no_later_call_hangs(
-    worlds: Any, tmp_path: Path, call: str
-) -> None:
-    """An interrupt that could not be deferred: the second Ctrl+C, or one from another thread."""
+def test_error_during_exchange_raises_on_all_ranks(worlds: Any, tmp_path: Path, call: str) -> None:
+    """No later call hangs. The error stands for a second Ctrl+C, or one from another thread, which is not deferred."""
     for who in range(2):
         texts = worlds(2).run(_fail_within_exchange, str(tmp_path / f"run{who}"), call, who)
         assert texts[who] == "KeyboardInterrupt: planted"
@@ -278,7 +276,7 @@ def _fail_within_exchange(path: str, call: str, who: int) -> str:
     if dist.get_rank() == who:
         patch.setattr(RemoteLink, "hear", fail)
     try:
-        for _ in range(2):  # the others may have finished the first call
+        for _ in range(2):  # the other rank may have finished the first call
             getattr(case, call)()
         raise AssertionError("no error")
     except (KeyboardInterrupt, LostRankError) as error:

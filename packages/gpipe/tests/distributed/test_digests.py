@@ -1,4 +1,4 @@
-"""Ranks of a pipe train on the same rows: a mini-batch that differs between two ranks is refused on all of them."""
+"""Ranks of a pipe train on the same rows: if a mini-batch differs between two ranks, all of them raise."""
 
 import copy
 from typing import Any
@@ -33,8 +33,8 @@ def _digest(tensor: Any) -> Digest:
 
 
 @given(shapes, st.sampled_from(DTYPES))
-def test_the_digest_of_equal_values_is_equal(shape: list[int], dtype: torch.dtype) -> None:
-    """In whatever memory they are, and however they will be split."""
+def test_digests_of_equal_values_are_equal(shape: list[int], dtype: torch.dtype) -> None:
+    """The memory layout, and how the values will be split, do not matter."""
     x = _random(shape, dtype)
     apart = torch.stack([x, x], -1)[..., 0]
     for other in (
@@ -49,8 +49,8 @@ def test_the_digest_of_equal_values_is_equal(shape: list[int], dtype: torch.dtyp
 
 
 @given(shapes, st.sampled_from(DTYPES), st.data())
-def test_the_digest_of_other_rows_is_another(shape: list[int], dtype: torch.dtype, data: st.DataObject) -> None:
-    """Rows in another order, of a later mini-batch, or one element of a small tensor."""
+def test_digests_of_different_rows_differ(shape: list[int], dtype: torch.dtype, data: st.DataObject) -> None:
+    """Rows may be rotated or from a later mini-batch, or one element of a small tensor may differ."""
     x = _random(shape, dtype)
     y = x.clone()
     if x.numel() <= 2 * SAMPLE:
@@ -61,13 +61,13 @@ def test_the_digest_of_other_rows_is_another(shape: list[int], dtype: torch.dtyp
         assert torch.equal(other, x) == (not _digest(x).differs(_digest(other)))
 
 
-def test_what_has_no_elements_to_read_is_compared_by_shape() -> None:
+def test_tensors_without_readable_elements_compare_by_shape() -> None:
     for value in (torch.empty(3, device="meta"), torch.eye(3).to_sparse(), torch.empty(0)):
         assert _digest(value).value is None
     assert not Digests({"x": None, "y": [object(), [1, 2].append]}).known
 
 
-def test_a_value_that_is_known_later_is_compared_with_all() -> None:
+def test_late_digest_is_compared_with_all_ranks() -> None:
     unknown, one, two = (Digest((3,), "torch.float32", value) for value in (None, 1, 2))
     assert different_rows([(0, {"x": unknown}), (1, {"x": one}), (0, {"x": one})]) is None
     error = different_rows([(0, {"x": unknown}), (1, {"x": one}), (0, {"x": two})])
@@ -81,7 +81,7 @@ ARGUMENTS = ["input", "target"]
 
 @st.composite
 def mini_batches(draw: st.DrawFn) -> list[dict[str, int | None]]:
-    """For each rank and argument, the seed of its values; None if that rank omits it and does not need it."""
+    """Return, per rank and argument, the seed of its values; None if the rank does not need it and omits it."""
     size = draw(st.sampled_from([2, 3]))
     found = [{name: draw(st.sampled_from([0, 0, 0, 1, None])) for name in ARGUMENTS} for _ in range(size)]
     found[0]["input"] = found[0]["input"] or 0
@@ -94,10 +94,10 @@ def mini_batches(draw: st.DrawFn) -> list[dict[str, int | None]]:
     max_examples=max(16, settings().max_examples // 4),
 )
 @given(mini_batches(), st.sampled_from(["step", "evaluate", "forward"]), st.booleans(), st.booleans())
-def test_ranks_with_other_rows_are_refused(
+def test_ranks_with_different_rows_raise(
     worlds: Any, seeds: list[dict[str, int | None]], method: str, late: bool, nested: bool
 ) -> None:
-    """By all ranks, before any gradient; or at the end of the step if the values were on a device."""
+    """All ranks raise before any gradient is computed, or at the end of the step if the values are on a device."""
     used = ARGUMENTS[:1] if method == "forward" else ARGUMENTS
     apart = [
         (name, k)
@@ -154,18 +154,18 @@ def _own(rank: Rank, plain: nn.Module) -> list[nn.Parameter]:
 
 
 @pytest.mark.parametrize("how", ["sampler", "skips", "shuffles"])
-def test_loaders_of_their_own_are_refused(worlds: Any, how: str) -> None:
+def test_independent_loaders_raise(worlds: Any, how: str) -> None:
     for at, text in worlds(2).run(_loads, how):
         assert "input of rank 0 has other values than that of rank 1" in text
         assert at == (2 if how == "skips" else 0)
 
 
 def _loads(how: str) -> tuple[int, str]:
-    """The mini-batch that is refused, and the error."""
+    """Return the index of the mini-batch that raises, and the error."""
     x = torch.arange(96.0).view(16, 6)
     data, me = TensorDataset(x, x), dist.get_rank()
     if how == "skips" and me == 1:
-        data = TensorDataset(*[torch.cat([x[:9], x[10:]])] * 2)  # a sample that cannot be read there
+        data = TensorDataset(*[torch.cat([x[:9], x[10:]])] * 2)  # this rank skips a sample that it cannot read
     sampler = DistributedSampler(data, shuffle=False) if how == "sampler" else None
     generator = torch.Generator().manual_seed(me) if how == "shuffles" else None
     loader = DataLoader(data, 4, sampler=sampler, shuffle=how == "shuffles", generator=generator, drop_last=True)
@@ -179,8 +179,8 @@ def _loads(how: str) -> tuple[int, str]:
     raise AssertionError("all mini-batches were trained")
 
 
-def test_each_pipe_has_rows_of_its_own(worlds: Any) -> None:
-    """And a difference in one of them is raised by all."""
+def test_each_replica_has_its_own_rows(worlds: Any) -> None:
+    """All replicas raise if the rows of one replica differ between its ranks."""
     worlds(4).run(_expect_own_rows)
 
 
@@ -200,7 +200,7 @@ def _expect_own_rows() -> None:
     assert all(p.grad is None for p in rank.parameters())
 
 
-def test_a_rank_may_omit_what_it_does_not_need(worlds: Any) -> None:
+def test_ranks_may_omit_unneeded_arguments(worlds: Any) -> None:
     worlds(2).run(_expect_omitted)
 
 
@@ -223,7 +223,7 @@ class _Scaled(nn.Module):
 
 
 VALUES: list[Any] = [True, False, 1, 2, 1.0, -0.5, "mean", "sum", "long " * 50, "long " * 50 + "other", b"x"]
-"""``1`` and ``1.0`` differ, too: layers may compute other dtypes."""
+"""``1`` and ``1.0`` differ as well, because layers may compute different dtypes from them."""
 
 
 @settings(
@@ -231,10 +231,10 @@ VALUES: list[Any] = [True, False, 1, 2, 1.0, -0.5, "mean", "sum", "long " * 50, 
     max_examples=max(6, settings().max_examples // 4),
 )
 @given(*[st.sampled_from(VALUES)] * 4, st.sampled_from(["step", "evaluate"]), st.booleans())
-def test_numbers_and_strings_that_differ_are_refused(
+def test_different_numbers_or_strings_raise(
     worlds: Any, one: Any, other: Any, first: Any, second: Any, method: str, omits: bool
 ) -> None:
-    """By name, on all ranks, before any gradient. None is not compared."""
+    """All ranks raise an error that names the value, before any gradient is computed. None is not compared."""
     given = [[one, first], [one if omits else other, second]]
     differ = [
         (name, values)
@@ -265,6 +265,6 @@ def _pass_values(given: list[list[Any]], method: str, omits: bool) -> str | None
     return found
 
 
-def test_only_so_many_numbers_are_compared() -> None:
-    """So that lists of numbers, as long as a mini-batch, take no time."""
+def test_number_of_compared_values_is_limited() -> None:
+    """Lists with a number per row of the mini-batch would take too long."""
     assert len(Digests({"x": [*range(1000)], "y": ["a"]}).known) == COUNT + 1

@@ -1,4 +1,4 @@
-"""Processes that torchrun starts again when one of them has ended."""
+"""Processes that torchrun restarts after one of them has exited."""
 
 import json
 import os
@@ -43,7 +43,7 @@ dist.destroy_process_group()
 """
 
 
-def test_a_run_that_was_started_again_is_the_one_that_was_not(tmp_path: Path) -> None:
+def test_restarted_run_matches_an_uninterrupted_run(tmp_path: Path) -> None:
     found = [_losses(tmp_path, how) for how in ("ends", "goes on")]
     assert len(found[0]) == 4
     assert found[0] == found[1]
@@ -56,7 +56,7 @@ def _losses(tmp_path: Path, how: str) -> list[float]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, "--max-restarts", "2", str(program), str(folder), how]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with (tmp_path / "log").open("w") as log:  # not a pipe, which a process that is left would keep open
+    with (tmp_path / "log").open("w") as log:  # not a pipe, which a leftover process would keep open
         ended = subprocess.run(command, stdout=log, stderr=log, check=False, env=environment)
     assert ended.returncode == 0, (tmp_path / "log").read_text()
     return [json.loads((folder / f"{step}.loss").read_text()) for step in range(4)]

@@ -1,4 +1,4 @@
-"""Over several ranks, any loss is that of the plain model, and it need not be given where it is not computed."""
+"""Over several ranks, any loss matches the plain model, and only the last rank needs the target."""
 
 import copy
 from collections.abc import Callable
@@ -25,7 +25,7 @@ CHUNKS = 3
 
 
 class Counts(nn.Module):
-    """The identity; counts how often any of them computes something new."""
+    """The identity. All instances together count their forwards that are not recomputations."""
 
     seen = 0
 
@@ -80,10 +80,10 @@ PLACES: dict[int, list[list[int]]] = {2: [[0, 1], [1, 0], [0, 1, 0, 1], [0, 1, 1
     st.booleans(),
 )
 @settings(max_examples=max(12, settings().max_examples // 5))
-def test_a_loss_of_all_rows_is_that_of_the_plain_model(
+def test_full_batch_loss_matches_the_plain_model(
     worlds: Any, loss: str, where: tuple[int, list[int]], schedule: str | None, checkpoint: str, outputs: bool
 ) -> None:
-    """All layers compute once for each micro-batch, and all ranks have the loss and its metrics."""
+    """All layers run once per micro-batch, and all ranks have the loss and its metrics."""
     size, ranks = where
     if schedule == "written":
         schedule = WRITTEN[size] if ranks in ([0, 1], [0, 1, 2]) else None
@@ -107,7 +107,7 @@ def _expect_plain(loss: str, ranks: list[int], schedule: Any, checkpoint: str, o
         found = rank.step(x, y, loss_fn=loss_fn, schedule=chosen, return_outputs=outputs)
         assert Counts.seen == CHUNKS * sum(isinstance(each, Counts) for each in rank.modules())
         name = rank.last_schedule.name
-        # A LossSum is known from the second step on, unless metrics would change then.
+        # From the second step on, a LossSum may use 1F1B, unless that would change metrics.
         assert name == (
             "own" if chosen is not schedule else "1f1b" if again and _is_free(loss, schedule) else "fill_drain"
         )
@@ -137,7 +137,7 @@ def _of_plain(value: Any) -> tuple[Tensor, dict[str, Any] | None]:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "F0 B0 F1 B1 F2 B2 \n F0 B0 F1 B1 F2 B2"])
-def test_a_schedule_that_cannot_wait_is_refused_on_every_rank(worlds: Any, schedule: str) -> None:
+def test_schedule_that_cannot_wait_raises_on_all_ranks(worlds: Any, schedule: str) -> None:
     first, last = worlds(2).run(_expect_refused, schedule)
     assert last.startswith(
         "ValueError: loss_fn returned a scalar, but it is not known how the losses of micro-batches add"
@@ -153,13 +153,13 @@ def _expect_refused(schedule: str) -> str:
     with pytest.raises((ValueError, RemoteError)) as refused:
         rank.step(x, y, loss_fn=contrastive, schedule=chosen)
     assert all(parameter.grad is None for parameter in rank.parameters())
-    for options in ({}, {"loss_fn": F.mse_loss, "schedule": chosen}):  # and a loss that it need not wait for
+    for options in ({}, {"loss_fn": F.mse_loss, "schedule": chosen}):  # then a loss that the schedule need not wait for
         _expect_step(rank, plain, (x, y), (x, y), **{"loss_fn": contrastive, **options})
     return f"{refused.type.__name__}: {refused.value}"
 
 
 def _expect_step(rank: Rank, plain: nn.Module, every: Any, given: Any, **options: Any) -> None:
-    """A step, to which ``given`` is passed on this rank, is that of the plain model for ``every``."""
+    """Expect that a step with this rank's arguments ``given`` matches the plain model on the arguments ``every``."""
     plain.zero_grad()
     rank.zero_grad()
     loss_fn = options["loss_fn"]
@@ -170,8 +170,8 @@ def _expect_step(rank: Rank, plain: nn.Module, every: Any, given: Any, **options
     expect_gradients(rank, plain)
 
 
-def test_what_only_the_last_rank_is_given(worlds: Any) -> None:
-    """The target of any loss; a loss function whose losses add up. Any other has to be given on the first rank too."""
+def test_target_and_loss_on_last_rank_only(worlds: Any) -> None:
+    """Only the last rank needs the target, or a loss that adds up. The first rank needs any other loss function too."""
     assert worlds(2).run(_expect_given_on_the_last_rank) == ["RemoteError", "ValueError"]
 
 
@@ -217,7 +217,7 @@ def _expect_for(
 
 
 @pytest.mark.parametrize("loss", [scaled_by_items, two_ends, contrast])
-def test_the_loss_of_a_model_by_its_inputs(worlds: Any, loss: Callable[..., Tensor]) -> None:
+def test_models_own_loss_matches_the_plain_model(worlds: Any, loss: Callable[..., Tensor]) -> None:
     worlds(2).run(_expect_own, loss)
 
 
@@ -232,7 +232,7 @@ def _expect_own(loss: Callable[..., Tensor]) -> None:
     rank.zero_grad()
     with pytest.raises((TypeError, RemoteError), match="every rank needs the inputs"):
         rank.step(**(inputs if is_first else {}))
-    if loss is scaled_by_items:  # its convention is known by now
+    if loss is scaled_by_items:  # its convention has been found by the steps above
         _expect_step_of(rank, plain, inputs, schedule="1f1b")
         return
     with pytest.raises((ValueError, RemoteError), match=r"not known how the losses of micro-batches.*omit schedule="):
@@ -262,7 +262,7 @@ class Ends(nn.Module):
         return LossSum(x.square().sum(), x.numel()) if self.counts else x.square().mean()
 
 
-def test_a_last_layer_that_returns_the_loss(worlds: Any) -> None:
+def test_last_layer_may_return_the_loss(worlds: Any) -> None:
     worlds(2).run(_expect_ends)
 
 
@@ -284,7 +284,7 @@ def _expect_ends() -> None:
             assert all(parameter.grad is None for parameter in rank.parameters())
 
 
-def test_the_loss_of_all_is_recorded_once(worlds: Any) -> None:
+def test_full_batch_loss_is_recorded_once(worlds: Any) -> None:
     first, last = worlds(2).run(_recorded)
     assert first == last
     assert set(first) == {"C@1", *(f"{kind}{i}@{j}" for kind in "FB" for i in range(CHUNKS) for j in range(2))}
@@ -297,7 +297,7 @@ def _recorded() -> list[str]:
     return sorted(map(str, timeline.events))
 
 
-def test_a_loss_of_all_that_fails_is_named_on_every_rank(worlds: Any) -> None:
+def test_failing_full_batch_loss_is_named_everywhere(worlds: Any) -> None:
     found = worlds(2).run(_fail)
     assert found[1] == "ArithmeticError: planted"
     assert found[0].startswith("RemoteError: rank 1 failed: ArithmeticError: planted\n")

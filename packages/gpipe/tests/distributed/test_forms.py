@@ -1,4 +1,4 @@
-"""Whatever a stage may send to another process arrives as it was."""
+"""Any value that a stage may send to another process arrives unchanged."""
 
 import pickle
 from collections import deque
@@ -30,7 +30,7 @@ CONSTANTS = st.sampled_from([None, 1, True, -0.0, float("nan"), "\ud800", torch.
 
 @st.composite
 def tensors(draw: st.DrawFn) -> Tensor:
-    """A dense tensor of any dtype."""
+    """Draw a dense tensor of any dtype and memory layout."""
     dtype = draw(st.sampled_from(DTYPES))
     shape = draw(st.lists(st.integers(0, 3), max_size=4))
     size = torch.Size(shape).numel()
@@ -67,13 +67,13 @@ def _trees(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 def values(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Everything that a stage may hand to the next."""
+    """Draw any value that a stage may send to the next stage."""
     return st.one_of(leaves, st.recursive(st.one_of(leaves, CONSTANTS), _trees, max_leaves=6))
 
 
 @st.composite
 def activations(draw: st.DrawFn) -> Activation:
-    """With or without marks."""
+    """Draw an activation with or without marks."""
     activation = Activation(draw(values(tensors())))
     count = len(activation.tensors)
     marks = draw(st.lists(st.sampled_from([0, PRESERVED, SHARED]), min_size=count, max_size=count))
@@ -81,12 +81,12 @@ def activations(draw: st.DrawFn) -> Activation:
 
 
 def assert_same_tensor(a: Tensor, b: Tensor) -> None:
-    """The same in all but the memory; strides too, of what fills its memory."""
+    """Expect equal tensors in separate memory. Strides are equal if the elements fill the memory."""
     assert type(a) is Tensor
     assert a.is_leaf
     assert (a.dtype, a.shape, a.layout, a.requires_grad) == (b.dtype, b.shape, b.layout, b.requires_grad)
     plain = b.detach().resolve_conj().resolve_neg()
-    fills = plain.clone().stride() == plain.stride()  # a clone keeps the strides of what fills its memory
+    fills = plain.clone().stride() == plain.stride()  # then a clone keeps the strides
     lazy = b.is_conj() or b.is_neg()
     assert a.stride() == (
         plain.stride() if fills and not lazy else plain.clone(memory_format=torch.contiguous_format).stride()
@@ -96,16 +96,16 @@ def assert_same_tensor(a: Tensor, b: Tensor) -> None:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The data, nan and all."""
+    """Return the data as bytes, so that NaN equals NaN."""
     return torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1)).view(torch.uint8)
 
 
 def assert_same_value(a: Any, b: Any) -> None:
-    """The same tree, with the same types and constants."""
+    """Expect equal trees, with equal types and constants."""
     leaves, spec = flatten(a)
     others, other = flatten(b)
-    # Not the size of a tensor: it is a tuple after it has been flattened, if torch.fx has registered it.
-    assert repr(spec).replace("Size,", "tuple,") == repr(other).replace("Size,", "tuple,")  # which tells 1 from True
+    # A torch.Size becomes a tuple when it is flattened, if torch.fx has registered it.
+    assert repr(spec).replace("Size,", "tuple,") == repr(other).replace("Size,", "tuple,")  # it tells 1 from True
     for leaf, its in zip(leaves, others, strict=True):
         if isinstance(its, Tensor):
             assert_same_tensor(leaf, its)
@@ -130,16 +130,16 @@ PAYLOADS = st.one_of(activations(), GRADIENTS, LARGE, LONG)
 
 @given(st.lists(st.tuples(PAYLOADS, st.booleans()), max_size=5), st.booleans(), st.booleans())
 @example([(Activation(torch.arange(12.0).reshape(3, 2, 2)[..., 1]), True)], False, False)  # does not fill its memory
-@example([(Activation(torch.arange(2.0).reshape(1, 2)[..., 1]), True)], False, False)  # a single element, a stride of 2
+@example([(Activation(torch.arange(2.0).reshape(1, 2)[..., 1]), True)], False, False)  # one element, with a stride of 2
 @example([(Activation(()), True)], False, False)
 @example([(Activation(torch.tensor([1j]).conj()), True)], False, False)
 @example([(Activation({"long": "." * ROOM, "x": torch.ones(2)}), True)], False, False)  # longer than a frame
-def test_whatever_is_sent_arrives_as_it_was(messages: list[tuple[Any, bool]], direct: bool, inference: bool) -> None:
-    """Whatever came before, and also if several are on their way; then nothing is left for the next run."""
+def test_messages_arrive_unchanged(messages: list[tuple[Any, bool]], direct: bool, inference: bool) -> None:
+    """Earlier messages and messages in flight do not matter, and nothing is left for the next run."""
     sender, receiver = ends(Direct() if direct else None)
     with torch.inference_mode() if inference else nullcontext():
         came = _exchanged(messages, sender, receiver)
-    for found, payload in came:  # at the end: none of them has been changed by a later one
+    for found, payload in came:  # at the end, when later messages could have changed them
         assert_same_payload(found, payload)
     sender.poison("over")
     receiver.drain()
@@ -150,7 +150,7 @@ def test_whatever_is_sent_arrives_as_it_was(messages: list[tuple[Any, bool]], di
 
 
 def _exchanged(messages: list[tuple[Any, bool]], sender: RemoteLink, receiver: RemoteLink) -> list[tuple[Any, Any]]:
-    """What came, and what was sent: each payload twice, the second time without its form; some wait to be taken."""
+    """Send each payload twice, the second time without its form, and return pairs of received and sent payloads."""
     receiver.expect(2 * len(messages))
     sent: deque[Any] = deque()
     came: list[tuple[Any, Any]] = []
@@ -194,6 +194,6 @@ def _local_class() -> Any:
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize(("value", "message"), REFUSED)
-def test_what_cannot_be_sent_is_refused(value: Any, message: str) -> None:
+def test_sending_an_unsupported_value_raises(value: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         ends()[0].put(0, Activation(value()))

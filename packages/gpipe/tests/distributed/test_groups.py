@@ -1,4 +1,4 @@
-"""The connections of ranks are theirs: whatever other groups there are, and for as long as the ranks are there."""
+"""The connections of ranks are private: other process groups do not interfere, and they end with the ranks."""
 
 import gc
 import os
@@ -28,7 +28,7 @@ def _model() -> nn.Sequential:
 
 
 def _expect_right(rank: Rank) -> None:
-    """A step has the gradients of the plain model."""
+    """Expect that the gradients of a step match the plain model's gradients."""
     plain, x = _model(), torch.arange(24.0).reshape(6, 4)
     plain(x).square().mean().backward()
     rank.zero_grad()
@@ -37,14 +37,14 @@ def _expect_right(rank: Rank) -> None:
 
 
 def _group(members: list[int]) -> Any:
-    """What only its members make."""
+    """Return a group that only its members create, and None on other ranks."""
     if dist.get_rank() not in members:
         return None
     return dist.new_group(members, backend="gloo", use_local_synchronization=True)
 
 
-def test_groups_that_only_some_processes_have(tmp_path: Any) -> None:
-    """Made and destroyed before ranks, between them, and before a save; those that are open stay right."""
+def test_groups_of_some_processes_do_not_interfere(tmp_path: Any) -> None:
+    """They are created and destroyed before ranks, between them, and before a save. Open ranks stay correct."""
     with world(3, timeout=10.0) as ranks:
         ranks.run(_make_among_others, str(tmp_path / "checkpoint"))
 
@@ -66,8 +66,8 @@ def _make_among_others(path: str) -> None:
     _expect_right(made[0])
 
 
-def test_a_closed_rank(worlds: Any) -> None:
-    """Says so when it is used; its parameters stay, and other ranks of the same processes go on."""
+def test_using_a_closed_rank_raises(worlds: Any) -> None:
+    """The error says that it was closed. Its parameters stay, and other ranks of these processes still work."""
     worlds(2).run(_close_one)
 
 
@@ -87,21 +87,21 @@ def _close_one() -> None:
     _expect_right(other)
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts what Linux lists")
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts threads and files in /proc")
 @pytest.mark.parametrize(
     ("count", "closes"),
     [(12, True), (12, False), pytest.param(1000, True, marks=[pytest.mark.long, pytest.mark.timeout(900)])],
 )
-def test_many_ranks_leave_nothing_behind(worlds: Any, count: int, closes: bool) -> None:
-    """Neither threads nor open files; also those that are only forgotten."""
+def test_many_ranks_leak_nothing(worlds: Any, count: int, closes: bool) -> None:
+    """No thread or open file is left, even if ranks are deleted without being closed."""
     opened = worlds(2)
     for succeeded, grown in opened.answers(_make_and_leave, count, closes, limit=800.0):
         assert succeeded, grown
-        assert max(grown) <= 0  # fewer: those of tests before
+        assert max(grown) <= 0  # fewer if an earlier test has left some
 
 
 def _make_and_leave(count: int, closes: bool) -> tuple[int, int]:
-    """How many more threads and open files there are after so many ranks than after one."""
+    """Return how many more threads and open files there are after ``count`` ranks than after one."""
     held, before = [], (0, 0)
     for k in range(count):
         rank = Rank(_model(), [2, 1], chunks=2)
@@ -125,21 +125,21 @@ def _opened() -> tuple[int, int]:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(not os.path.isfile("/proc/self/statm"), reason="reads what Linux tells of memory")
-def test_thousands_of_steps_of_changing_lengths_leave_nothing_behind() -> None:
+@pytest.mark.skipif(not os.path.isfile("/proc/self/statm"), reason="reads the memory in use from /proc")
+def test_steps_of_varying_lengths_leak_nothing() -> None:
     with world(2) as opened:
         for succeeded, grown in opened.answers(_train_for_long, 2000, limit=800.0):
             assert succeeded, grown
             assert grown[0] <= 0
             assert grown[1] <= 0
-            assert grown[2] < 2**26  # the C library keeps some, more on a busy machine; 40 KiB a step would be seen
+            assert grown[2] < 2**26  # the C library keeps some, more on a busy machine; 40 KiB per step is detected
 
 
 def _train_for_long(steps: int) -> list[int]:
-    """How many more threads, open files, and bytes of memory there are at the end than after a quarter of the steps."""
+    """Return the growth of threads, open files and bytes of memory between a quarter of the steps and the end."""
     rank, found = Rank(_model(), [2, 1], chunks=2), []
     for k in range(steps):
-        x = torch.ones(4, 1 + 37 * k % 19973, 4)  # some of them small messages, some not
+        x = torch.ones(4, 1 + 37 * k % 19973, 4)  # small and large messages
         rank.step(x, loss_fn=Tensor.mean)
         if k + 1 in (steps // 4, steps):
             found.append(
@@ -148,7 +148,7 @@ def _train_for_long(steps: int) -> list[int]:
     return [after - before for before, after in zip(*found, strict=True)]
 
 
-def test_who_does_not_come_to_connect_is_named() -> None:
+def test_rank_that_does_not_connect_is_named() -> None:
     expect_named(3, [1], _make_without)
 
 
@@ -161,8 +161,8 @@ def _make_without(who: int) -> str:
     return str(caught.value)
 
 
-def test_who_is_interrupted_in_a_meeting_keeps_nobody_waiting(tmp_path: Path) -> None:
-    """Nor does it read later what was left of that meeting."""
+def test_interrupt_during_exchange_leaves_no_rank_waiting(tmp_path: Path) -> None:
+    """The interrupted rank does not read remaining messages of that exchange later."""
     with world(2) as opened:
         (told, later), interrupted = opened.run(_interrupted, str(tmp_path / "checkpoint"))
         assert told.startswith("LostRankError: rank 1 failed while it exchanged messages")
@@ -191,8 +191,8 @@ OTHER_CALLS = ["step", "evaluate", "forward", "clip", "save", "load", "average",
 
 
 @pytest.mark.parametrize("call", OTHER_CALLS)
-def test_a_rank_that_is_created_while_others_call_the_last_one_is_told(worlds: Any, tmp_path: Path, call: str) -> None:
-    """Within seconds, by all; afterwards all can create one, or use the last one."""
+def test_creating_a_rank_during_another_call_raises(worlds: Any, tmp_path: Path, call: str) -> None:
+    """All ranks raise within seconds. Afterwards they can create a rank, or use the previous one."""
     for who in range(2):
         for text, seconds in worlds(2).run(_create_instead, str(tmp_path / "run"), call, who):
             assert "the method that is called is" in text
@@ -220,14 +220,14 @@ def _create_instead(path: str, call: str, who: int) -> tuple[str, float]:
     seconds = time.monotonic() - began
     _expect_right(rank)
     _expect_right(Rank(_model(), [2, 1], chunks=2))
-    if call != "average":  # these ranks are no replicas
+    if call != "average":  # these ranks are not replicas
         calls[call]()
     return str(caught.value), seconds
 
 
 @pytest.mark.parametrize("closes", [False, True])
-def test_a_rank_that_is_created_late_is_created_on_all(worlds: Any, closes: bool) -> None:
-    """Also if the last one was closed on one process only."""
+def test_rank_may_be_created_late(worlds: Any, closes: bool) -> None:
+    """The others wait, even if the previous rank was closed on one process only."""
     worlds(2).run(_create_late, closes)
 
 
@@ -249,7 +249,7 @@ def _create_late(closes: bool) -> None:
         _expect_right(rank)
 
 
-def test_replicas_that_are_created_while_others_step_are_told(worlds: Any) -> None:
+def test_creating_a_replica_during_a_step_raises(worlds: Any) -> None:
     for who in range(2):
         assert all("'Rank'" in text for text in worlds(4).run(_create_replica_instead, who))
 

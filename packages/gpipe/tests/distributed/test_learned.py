@@ -1,4 +1,4 @@
-"""Ranks begin backwards early for a loss of the model whose convention the last of them has tried out."""
+"""Ranks use 1F1B for a loss of the model once the last rank has found out how its losses add up."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ few = settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow, Heal
 def test_later_steps_use_1f1b_if_losses_add_up(
     worlds, loss: int, batches: list[tuple[int, int, int]], items: Any, chunks: int, size: int
 ) -> None:
-    """The first step computes the loss of all rows; every step has the loss and gradients of the plain model."""
+    """The first step computes the loss of the full batch. Each step has the plain model's loss and gradients."""
     worlds(size).run(_expect_as_plain, loss, batches, items, chunks)
 
 
@@ -52,12 +52,12 @@ def _expect_as_plain(loss: int, batches: list[tuple[int, int, int]], items: Any,
     rank.close()
     later = "1f1b" if loss < len(BY_ITEMS) else "fill_drain"
     assert schedules[0] == "fill_drain"
-    # A trial without a label in some micro-batch may leave the convention unknown.
+    # If a micro-batch has no labels, a trial may not determine the convention.
     assert {*schedules[1:]} <= {later, "fill_drain"}
     assert {*schedules[1:]} == {later} or any(kept < rows for rows, _, kept in batches)
 
 
-def test_a_schedule_by_name_needs_a_convention_that_is_known(worlds) -> None:
+def test_named_schedule_requires_a_known_convention(worlds) -> None:
     worlds(2).run(_named)
 
 

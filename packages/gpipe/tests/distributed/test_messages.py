@@ -1,4 +1,4 @@
-"""Messages between two ends in one process: what is sent is what comes, by either way."""
+"""Messages between two ends in one process, through host memory or from device to device."""
 
 import pickle
 from collections import deque
@@ -20,7 +20,7 @@ from gpipe.values._leaves import Activation
 
 @dataclass(eq=False)
 class Transfer:
-    """Something that was sent, which must stay as it is until it is received."""
+    """Data that was sent, and must not change until it is received."""
 
     data: Tensor
 
@@ -29,10 +29,10 @@ Sent = dict[int, deque[Transfer]]
 
 
 class Line:
-    """One end of two directions: what is sent is read when the other end waits for it, in order, frames by themselves.
+    """One end of a connection. Data is read when the other end waits for it, in order; frames have a separate queue.
 
     Attributes:
-        begun: what this end receives, and has not waited for.
+        begun: the buffers of receives that this end has not waited for.
     """
 
     member = 0
@@ -53,17 +53,17 @@ class Line:
 
     def wait(self, work: Transfer | tuple[Tensor, int], timeout: Any = None) -> None:
         if isinstance(work, Transfer):
-            assert not any(work is each for sent in self.out.values() for each in sent), "nobody has received it yet"
+            assert not any(work is each for sent in self.out.values() for each in sent), "it has not been received yet"
             return
         data, beside = work
         came = self.into[beside].popleft().data
-        assert data.nbytes >= came.nbytes, "gloo refuses what is larger than the memory for it"
+        assert data.nbytes >= came.nbytes, "gloo rejects messages that are larger than the buffer"
         data[: came.nbytes] = came
         self.begun = [each for each in self.begun if each is not data]
 
 
 class Direct:
-    """From device to device: counts what is on its way."""
+    """Sends from device to device, and counts the transfers in flight."""
 
     def __init__(self) -> None:
         self.under_way: deque[list[Tensor]] = deque()
@@ -83,15 +83,15 @@ class Direct:
 
 
 def ends(direct: Direct | None = None) -> tuple[RemoteLink, RemoteLink]:
-    """Two links: what one sends, the other receives; only the first one sends from device to device."""
+    """Return the two ends of a link. Only the first one may send from device to device."""
     there: Sent = {}
     back: Sent = {}
     one, other = Line(there, back), Line(back, there)
     return RemoteLink(one, out=direct), RemoteLink(other, into=direct)  # type: ignore[arg-type]
 
 
-def test_each_small_message_is_one_transfer_and_a_form_is_sent_once():
-    """And memory does not grow with the number of forms, as of sequences of another length in each step."""
+def test_small_messages_take_one_transfer_each():
+    """A form is sent once, and memory does not grow with the number of forms, as for sequences of varying length."""
     sender, receiver = ends()
     line: Any = sender._peer
     kept = WeakSet[Tensor]()
@@ -101,20 +101,20 @@ def test_each_small_message_is_one_transfer_and_a_form_is_sent_once():
             sender.put(i, [torch.ones(length)])
             sent = [each.data for beside in line.out.values() for each in beside]
             kept.update(each for each in sent if len(each) > SMALL)
-            # A small message is a frame. Behind that of a large one is its tensor; and where the form is another, a
-            # byte in place of the tensor that the other end has begun to receive.
+            # A small message is a frame. For a large one, its tensor follows, and if the form is new, also one byte
+            # for the receive that the other end has posted for the previous form.
             assert len(sent) == (1 if length < 8 else 2 if i or length == SMALL else 3)
             assert receiver.get()[2][0].sum() == length
         sender.flush()
     assert len(kept) <= 3
     sender.tell(pickle.dumps("x" * (ROOM - 100)))
     assert len(line.out[0]) == 1
-    sender.tell(pickle.dumps("x" * ROOM))  # behind its frame
+    sender.tell(pickle.dumps("x" * ROOM))  # follows its frame
     assert [len(receiver.hear()) for _ in range(2)] == [ROOM - 100, ROOM]
 
 
-def test_a_sender_keeps_what_the_other_end_has_not_taken():
-    """Each message of the other direction says how many have been taken: of 1F1B as many are kept as stages hold."""
+def test_sender_keeps_only_unreceived_messages():
+    """Messages in the other direction report how many were received. 1F1B keeps as many as stages have in flight."""
     first, last = ends()
     values: list[Any] = []
     gradients: list[Any] = []
@@ -136,8 +136,8 @@ def test_a_sender_keeps_what_the_other_end_has_not_taken():
         assert sum(not each.expired() for each in gradients) <= 2
 
 
-def test_a_head_comes_after_what_it_announces():
-    """Else, where that fails, the receiver would wait for it. What there was no memory for is taken first."""
+def test_header_is_sent_after_its_tensors():
+    """Otherwise the receiver would wait for tensors that failed to be sent. Draining includes the device transfers."""
     direct = Direct()
     sender, receiver = ends(direct)
     direct.send = _refuse  # type: ignore[method-assign]

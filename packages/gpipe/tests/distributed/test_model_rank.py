@@ -1,4 +1,4 @@
-"""Ranks of a model whose own forward runs compute what the plain model computes."""
+"""Ranks of a model with a custom forward match the plain model."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ REFUSALS = (
     "depends on parameters of another rank",
     "which shows the order",
 )
-"""What ranks refuse, although one process computes it."""
+"""Parts of the errors for models that a pipe supports in one process, but not on ranks."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """How ranks compute loss and gradients.
+    """A way for ranks to compute loss and gradients.
 
     Attributes:
-        cut: which of the balances with so many stages.
-        sampled: whether the order of uses is known from a sample.
-        offload: whether parameters are on the host.
-        rows: the rows of each mini-batch.
+        cut: the index of the balance.
+        sampled: whether a sample determines the order of uses.
+        offload: whether parameters are offloaded to the host.
+        rows: the number of rows of each mini-batch.
     """
 
     loss: str
@@ -77,7 +77,7 @@ many = settings(
 
 
 EARLY = ("again", "branch", "module", "no grad")
-"""What ranks refuse most often."""
+"""Statements that most often make a model unsupported on ranks."""
 
 
 @many
@@ -88,7 +88,7 @@ EARLY = ("again", "branch", "module", "no grad")
     st.integers(0, 2),
     st.integers(0, 9),
 )
-def test_ranks_of_a_model_are_the_plain_model(worlds, told: Told, way: Way, size: int, more: int, seed: int):
+def test_ranks_match_the_plain_model(worlds, told: Told, way: Way, size: int, more: int, seed: int):
     stages = min(size + more, 4)
     assume(len(_names(told)) >= stages)
     ranks = [*range(size), *[(seed + j) % size for j in range(stages - size)]]
@@ -100,7 +100,7 @@ def _names(told: Told) -> list[str]:
 
 
 def _expect_as_plain(told: Told, way: Way, ranks: list[int]) -> str:
-    """Return what came of it: "equal", or the reason for a refusal."""
+    """Return the outcome: "equal", or a part of the error if ranks do not support the model."""
     plain, model = told.model(), told.model()
     balance = balance_by(way.cut, len(_names(told)), len(ranks))
     ranks = ranks if len(balance) == len(ranks) else [j % dist.get_world_size() for j in range(len(balance))]
@@ -175,7 +175,7 @@ def stepped(rank: Rank, batch: dict[str, Any], way: Way) -> Tensor:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_rank_of_a_model_keeps_its_own_parameters_alone(worlds, size: int) -> None:
+def test_rank_keeps_only_its_own_parameters(worlds, size: int) -> None:
     worlds(size).run(_expect_own)
 
 
@@ -191,7 +191,7 @@ def _expect_own() -> None:
 
 
 class Sealed(nn.Module):
-    """A model whose train() leaves a module alone."""
+    """A model whose train() keeps its batch norms in eval mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ class Sealed(nn.Module):
         return self
 
 
-def test_the_train_of_the_model_is_called(worlds) -> None:
+def test_custom_train_of_the_model_is_called(worlds) -> None:
     worlds(2).run(_trains)
 
 
@@ -223,7 +223,7 @@ def _trains() -> None:
     rank.close()
 
 
-def test_rows_with_a_number_of_tensors_of_their_own(worlds) -> None:
+def test_varying_number_of_tensors_per_row(worlds) -> None:
     worlds(2).run(_counts_pictures)
 
 
@@ -240,12 +240,12 @@ def _counts_pictures() -> None:
     rank.close()
 
 
-def test_ranks_that_are_given_other_inputs_say_so(worlds) -> None:
+def test_different_or_missing_inputs_raise(worlds) -> None:
     worlds(2).run(_given_others)
 
 
 def _given_others() -> None:
-    """As by a DistributedSampler."""
+    """Inputs differ, as with a DistributedSampler, or are missing on one rank."""
     rank = Rank(Told(tuple([Statement("layers", -1, 0)] * 3)).model(), chunks=2)
     x = torch.randn(4, 2, dtype=DOUBLE, generator=torch.Generator().manual_seed(dist.get_rank()))
     for call in (lambda: rank.step(x, loss_fn=lambda output: output.sum(), reduction="sum"), lambda: rank(x)):

@@ -1,4 +1,4 @@
-"""On two GPUs, with a process for each: tensors go over NCCL. Never run yet."""
+"""Two GPUs with one process each send tensors over NCCL. These tests have never been run."""
 
 import copy
 import signal
@@ -18,7 +18,7 @@ from .planted import Planted
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not (dist.is_available() and dist.is_nccl_available()), reason="torch was built without NCCL"),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs"),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs"),
 ]
 
 
@@ -36,14 +36,14 @@ def network() -> nn.Sequential:
 
 
 def shared(plain: nn.Sequential, **options: Any) -> Rank:
-    """This process's share, on its own GPU."""
+    """Return the rank of this process, on its own GPU."""
     torch.cuda.set_device(dist.get_rank())
     device = f"cuda:{dist.get_rank()}"
     return Rank(copy.deepcopy(plain), [2, 2, 2, 2], chunks=4, device=device, **options)
 
 
 def step(rank: Rank, schedule: str = "1f1b") -> dict[str, Tensor]:
-    """The loss, and the gradients of this rank."""
+    """Train a step, and return the loss and the gradients of this rank."""
     rank.zero_grad()
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
     loss = rank.step(x, loss_fn=lambda output: output.square().mean(), reduction="mean", schedule=schedule)
@@ -52,7 +52,7 @@ def step(rank: Rank, schedule: str = "1f1b") -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("schedule", ["fill_drain", "1f1b", "zero_bubble"])
-def test_both_ways_give_the_same(two: World, schedule: str, checkpoint: str):
+def test_both_transports_give_equal_results(two: World, schedule: str, checkpoint: str):
     two.run(_expect_the_same, schedule, checkpoint)
 
 
@@ -88,7 +88,7 @@ def _set(rank: Rank, how: Any) -> None:
             layer.when, layer.how = ("forward", 1) if how else None, how
 
 
-def test_a_rank_that_is_killed_is_named():
+def test_killed_rank_is_named():
     with world(2) as opened:
         (succeeded, text), (ended, _) = opened.answers(_lose)
     assert (succeeded, ended) == (True, False), text
@@ -101,5 +101,5 @@ def _lose() -> str:
     _set(rank, signal.SIGKILL)
     with pytest.raises(LostRankError) as raised:
         step(rank)
-    torch.cuda.synchronize()  # no transfer is left that would hold it up
+    torch.cuda.synchronize()  # no unfinished transfer blocks it
     return str(raised.value)

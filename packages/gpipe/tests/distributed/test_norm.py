@@ -1,4 +1,4 @@
-"""Gradients of all ranks together: their norm, what is clipped by it, and overflows on one of them."""
+"""Gradients of all ranks: their total norm, clipping by it, and an overflow on one rank."""
 
 import copy
 from itertools import permutations
@@ -18,7 +18,7 @@ X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 
 
 def network() -> nn.Sequential:
-    """With a weight that the first and the last stage share, and a stage without parameters."""
+    """Return a model with a weight shared by the first and the last stage, and a stage without parameters."""
     torch.manual_seed(0)
     first = nn.Linear(4, 4)
     return nn.Sequential(first, nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), Tied(first))
@@ -30,14 +30,14 @@ def loss_of(output: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("how", ["one", "replicas", "sharded"])
 @pytest.mark.parametrize("max_norm", [1e-3, 1e3])
-def test_gradients_are_clipped_by_the_norm_of_all_ranks(worlds: Any, how: str, max_norm: float) -> None:
-    """As those of the plain model, with a shared weight once, and also if there are replicas, or shards."""
+def test_gradients_are_clipped_by_the_global_norm(worlds: Any, how: str, max_norm: float) -> None:
+    """They match the plain model's gradients, even with replicas or shards. A shared weight counts once."""
     worlds(4).run(_expect_clipped, how, max_norm)
 
 
 def _expect_clipped(how: str, max_norm: float) -> None:
     plain, options = network(), {}
-    if how == "sharded":  # a shared weight is not
+    if how == "sharded":  # a shared weight cannot be sharded
         plain[4] = nn.Linear(4, 4)
     balance = [1, 1, 1, 2]
     if how != "one":
@@ -57,8 +57,8 @@ def _expect_clipped(how: str, max_norm: float) -> None:
     expect_gradients(rank, plain)
 
 
-def test_ranks_that_clip_while_others_begin_a_step_are_told(worlds: Any) -> None:
-    """At once, on all ranks, whoever does; and the next step and norm are right."""
+def test_ranks_in_different_calls_raise(worlds: Any) -> None:
+    """All ranks raise at once, whichever rank differs, and the next step and norm are correct."""
     worlds(3).run(_expect_in_order)
 
 
@@ -87,8 +87,8 @@ def _expect_in_order() -> None:
 
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("who", [0, 1, 2])
-def test_an_overflow_on_one_rank_makes_all_skip_the_step(worlds: Any, who: int, unscales: bool) -> None:
-    """And none skips another one; all have the same scale, whose losses are the plain model's."""
+def test_all_ranks_skip_a_step_with_overflow(worlds: Any, who: int, unscales: bool) -> None:
+    """They skip no other step, and have the same scale. The weights match the plain model's weights."""
     worlds(3).run(_expect_skipped, who, unscales)
 
 
@@ -105,7 +105,7 @@ def _expect_skipped(who: int, unscales: bool) -> None:
         if k == 1 and dist.get_rank() == who:
             next(rank.parameters()).grad[0, 0] = float("inf")
         if k == 2 and who == 2:
-            optimizer.zero_grad()  # as of a rank whose layers were not used
+            optimizer.zero_grad()  # as on a rank whose layers were not used
         loss_of(plain(X)).backward()
         if k == 2 and who == 2:
             other.zero_grad()
@@ -126,7 +126,7 @@ def _expect_skipped(who: int, unscales: bool) -> None:
 
 
 def test_gradients_of_several_meshes_are_clipped(worlds: Any) -> None:
-    """A stage with whole parameters and parts of some over one or two meshes, on replicas and alone."""
+    """A stage may have full parameters, and parameters sharded over one or two meshes, with or without replicas."""
     for kind in ("tp", "tp and whole", "dp of some", "dp and tp"):
         worlds(4).run(_expect_clipped_meshes, kind)
 

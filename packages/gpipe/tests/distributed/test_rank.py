@@ -1,4 +1,4 @@
-"""Ranks compute what one process does, bit for bit: random models, cuts, placements and schedules over gloo."""
+"""Ranks match one process bitwise, for random models, balances, placements and schedules over gloo."""
 
 import copy
 import gc
@@ -38,7 +38,7 @@ from .planted import Planted, batch, expect_gradients, network, planted_in
     st.sampled_from(["mean", "counted", "whole"]),
     st.sampled_from([False, False, True, torch.bfloat16]),
 )
-def test_ranks_are_one_process(worlds, recipe: Recipe, size: int, seed: int, schedule: Any, loss: str, offload: Any):
+def test_ranks_match_one_process(worlds, recipe: Recipe, size: int, seed: int, schedule: Any, loss: str, offload: Any):
     layers = len(recipe.model())
     assume(layers >= size)
     stages = min(layers, max(size, recipe.stages))
@@ -49,7 +49,7 @@ def test_ranks_are_one_process(worlds, recipe: Recipe, size: int, seed: int, sch
 
 
 def _placement(stages: int, size: int, seed: int) -> list[int]:
-    """A process for each stage, and a stage for each process."""
+    """Return the process of each stage. Each process has at least one stage."""
     generator = torch.Generator().manual_seed(seed)
     ranks = [*range(size), *torch.randint(size, (stages - size,), generator=generator).tolist()]
     return [ranks[k] for k in torch.randperm(stages, generator=generator).tolist()]
@@ -89,7 +89,7 @@ def _schedule(schedule: Any, x: Tensor, recipe: Recipe, ranks: list[int], loss: 
 
 
 def _trained(pipe: Any, x: Tensor, schedule: Any, loss: str) -> dict[str, Any] | str:
-    """All that a step leaves behind; the name of the error if it fails."""
+    """Return the loss, the state and the gradients after a step, or the name of the error if it fails."""
     torch.manual_seed(1)
     try:
         with gpipe.inline():
@@ -124,13 +124,13 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 
 def assert_same(found: Any, expected: Any) -> None:
-    """All that is here is as in one process."""
+    """Expect that the values of this rank are equal to the values in one process."""
     torch.testing.assert_close(found, {name: expected[name] for name in found}, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("chunks", [2, 4, 6])
 @pytest.mark.parametrize("schedule", [*V_SHAPED, *LOOPED, "zero_bubble"])
-def test_stages_in_turn_or_in_a_v(worlds, schedule: str, chunks: int):
+def test_interleaved_and_v_placements(worlds, schedule: str, chunks: int):
     worlds(2).run(_expect_placed, schedule, chunks)
 
 
@@ -142,7 +142,7 @@ def _expect_placed(schedule: str, chunks: int = 4) -> None:
     _expect_right(rank, network(), schedule)
 
 
-def test_outputs_are_on_the_last_rank_and_metrics_on_all(worlds):
+def test_last_rank_has_outputs_all_have_metrics(worlds):
     first, last = worlds(2).run(_outputs_and_metrics)
     assert first[0] is None
     torch.testing.assert_close(last[0], network()(batch()[0]))
@@ -175,7 +175,7 @@ def _outputs_and_metrics() -> Any:
         ({"model": nn.Sequential(*[nn.Linear(6, 6) for _ in range(8)])}, "the model is"),
     ],
 )
-def test_ranks_that_disagree_are_told(worlds, change: dict[str, Any], message: str):
+def test_disagreeing_ranks_raise(worlds, change: dict[str, Any], message: str):
     for succeeded, text in worlds(2).answers(_disagree, change):
         assert not succeeded
         assert "ValueError: the ranks disagree" in text
@@ -192,7 +192,7 @@ def _disagree(change: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("what", ["chunks", "method", "grad mode", "schedule", "interrupt"])
-def test_who_does_not_begin_is_named_by_all_and_the_next_step_is_right(worlds, what: str):
+def test_rank_failing_before_run_is_named(worlds, what: str):
     for who in (2, 0):
         found = worlds(3).run(_expect_no_begin, who, what)
         kinds = {"chunks": "ValueError", "method": "ValueError", "schedule": "ValueError", "grad mode": "RuntimeError"}
@@ -238,7 +238,7 @@ def _interrupt() -> None:
 
 
 def watches(s: Layer, x: Tensor) -> Tensor:
-    """Counts how many of its outputs are in memory; fails on demand."""
+    """Count how many outputs of this layer are in memory, and fail on demand."""
     if current.work.microbatch == s.fails_at:
         raise ArithmeticError("planted")
     found = x * 1.0
@@ -248,8 +248,8 @@ def watches(s: Layer, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("ranks", [[0, 1], [0, 1, 0, 1], [0, 1, 1, 0], [1, 0, 1]])
-def test_an_evaluation_holds_no_more_than_one_f_one_b(worlds, ranks: list[int]):
-    """Wherever stages are, and also if it fails: nobody waits for ever for a rank to take what it does not need."""
+def test_evaluation_holds_no_more_than_1f1b(worlds, ranks: list[int]):
+    """This holds for any placement. If an evaluation fails, no rank hangs because its messages are not received."""
     worlds(2).run(_expect_short_queues, ranks)
 
 
@@ -258,8 +258,8 @@ def _expect_short_queues(ranks: list[int]) -> None:
     watching = [Layer(watches, refs=[], most=0, fails_at=None) for _ in ranks]
     rank = Rank(nn.Sequential(*watching), [1] * n, chunks=m, ranks=ranks)
     layers = [partition[0] for partition in rank.partitions]
-    torch.manual_seed(0)  # the same on all ranks, whatever these have drawn in other tests
-    x = torch.randn(m, 2**18 + 1)  # of which each row is a message of several transfers
+    torch.manual_seed(0)  # equal on all ranks, whatever random numbers they have used in other tests
+    x = torch.randn(m, 2**18 + 1)  # each row is a message of several transfers
     for fails in (None, *range(n), None):
         for j, layer in zip(rank.stages, layers, strict=True):
             layer.fails_at = 3 if j == fails else None
@@ -277,11 +277,11 @@ def _expect_short_queues(ranks: list[int]) -> None:
     rank._chunks = chunks
     rank.evaluate(x, loss_fn=Tensor.mean, reduction="mean")
     for j, layer in zip(rank.stages, layers, strict=True):
-        assert layer.most <= max(n - j, 2) + 2  # on their way, being computed, and just computed
+        assert layer.most <= max(n - j, 2) + 2  # in flight, being computed, and just computed
 
 
-def test_nothing_is_measured(worlds):
-    """Stages split that are trained when the ranks are made, but for the first of them; and one may be frozen later."""
+def test_schedules_are_chosen_without_measuring(worlds):
+    """Zero bubble splits the stages trained at creation, except the first of them, even if one is frozen later."""
     assert worlds(2).run(_choices) == [[("1f1b", ()), ("zero_bubble", (2, 3)), ("zero_bubble", (2, 3))]] * 2
 
 
@@ -315,14 +315,14 @@ def test_a_failure_reaches_all_ranks(worlds, error: type[BaseException], phase: 
             assert f"micro-batch {microbatch} of 3, {phase}" in text
 
 
-def test_of_two_failures_the_earlier_one_is_told(worlds):
+def test_earlier_of_two_failures_is_reported(worlds):
     for _ in range(5):
         found = worlds(2).run(_fail, [(0, "forward", 2), (1, "forward", 0)], ArithmeticError, "fill_drain")
         assert [kind for kind, _ in found] == ["RemoteError", "ArithmeticError"]
 
 
 def _fail(where: list[tuple[int, str, int]], error: type[BaseException], schedule: str) -> tuple[str, str]:
-    """What the step raises, which nothing refers to afterwards; the one before and the one after it are right."""
+    """Return the error of a step. Nothing keeps its mini-batch in memory, and steps before and after it are correct."""
     model = nn.Sequential(nn.Linear(6, 6), Planted(), nn.Linear(6, 6), Planted())
     rank = Rank(copy.deepcopy(model), [2, 2], chunks=3, checkpoint="always")
     _expect_right(rank, model, schedule)
@@ -359,7 +359,7 @@ def _expect_right(rank: Rank, model: nn.Sequential, schedule: str) -> None:
     expect_gradients(rank, model)
 
 
-def test_what_a_rank_cannot_follow_is_refused(worlds):
+def test_unsupported_changes_of_a_rank_raise(worlds):
     assert worlds(2).run(_changes) == [["TypeError", "AttributeError", "TypeError", kind] for kind in _LAST]
 
 
@@ -367,7 +367,7 @@ _LAST = ("RuntimeError", "RemoteError")
 
 
 def _changes() -> list[str]:
-    """Other chunks are right."""
+    """Return the errors of unsupported changes. A different number of chunks is supported."""
     plain, found = network(), list[str]()
     rank = Rank(copy.deepcopy(plain), [2, 6], chunks=4)
     rank.chunks = 2
@@ -383,8 +383,8 @@ def _changes() -> list[str]:
     return found
 
 
-def test_an_optimizer_cannot_step_inside_of_a_step(worlds):
-    """Even if parameters are on the host, where that of a pipe can."""
+def test_optimizer_inside_a_step_raises(worlds):
+    """This holds even if parameters are on the host, in contrast to a pipe in one process."""
     worlds(2).run(_expect_no_optimizer)
 
 
@@ -406,7 +406,7 @@ def tied() -> nn.Sequential:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 @pytest.mark.parametrize(("size", "balance"), [(2, [2, 2, 2, 2]), (3, [2, 2, 4]), (2, [3, 5])])
-def test_weights_of_several_ranks_stay_alike(worlds, schedule: str, size: int, balance: list[int]):
+def test_shared_weights_of_ranks_stay_equal(worlds, schedule: str, size: int, balance: list[int]):
     worlds(size).run(_expect_tied, schedule, balance)
 
 
@@ -415,12 +415,12 @@ def _expect_tied(schedule: str, balance: list[int]) -> None:
     other = tied()
     with torch.no_grad():
         for parameter in other.parameters():
-            parameter.add_(dist.get_rank())  # as of another seed
+            parameter.add_(dist.get_rank())  # as with a different seed
     rank = Rank(other, balance, chunks=4)
     names = dict(plain.named_parameters(remove_duplicate=False))
     with torch.no_grad():
         for name, parameter in rank.named_parameters():
-            if name in ("0.weight", "6.weight"):  # what is shared has the values of the first rank that has it
+            if name in ("0.weight", "6.weight"):  # shared weights have the values of the first rank that has them
                 assert torch.equal(parameter, names[name])
             parameter.copy_(names[name])
     optimizers = [torch.optim.AdamW(model.parameters(), 1e-2) for model in (plain, rank)]
@@ -442,7 +442,7 @@ def _half(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output, target) / 2
 
 
-def test_all_ranks_record_what_all_do(worlds):
+def test_all_ranks_record_the_same_events(worlds):
     first, last = worlds(2).run(_recorded)
     assert first == last
     assert set(first[0]) == {f"{kind}{i}@{j}" for kind in "FB" for i in range(3) for j in range(2)}

@@ -1,4 +1,4 @@
-"""Ranks that end or freeze: all others hear of it, and who it was."""
+"""Ranks that exit or freeze: all other ranks raise an error that names the lost rank."""
 
 import os
 import signal
@@ -22,9 +22,9 @@ from .planted import Planted, long_but, planted_in
 
 
 def expect_named(size: int, whos: Iterable[int], function: Callable[..., str], *arguments: Any) -> None:
-    """All others say that ``who`` has ended: what ``function(who, *arguments)`` returns there.
+    """Expect that ``function(who, *arguments)`` returns, on all other ranks, an error that names ``who``.
 
-    Each of ``whos`` ends in a world of its own. These wait at the same time.
+    Each of ``whos`` is lost in a separate world. All worlds wait at the same time.
     """
     with ExitStack() as stack:
         opened = {who: stack.enter_context(world(size, 600.0)) for who in whos}
@@ -37,10 +37,10 @@ def expect_named(size: int, whos: Iterable[int], function: Callable[..., str], *
 
 
 def _lose(who: int, phase: str, how: signal.Signals, timeout: float) -> str:
-    """What a rank gets when ``who`` ends, or freezes, in the second step; in "agreement" between the two."""
+    """Return the error when ``who`` exits or freezes in the second step, or before it if ``phase`` is "agreement"."""
     torch.manual_seed(0)
     layers = [layer for _ in range(3) for layer in (nn.Linear(6, 6), Planted())]
-    dist.barrier()  # all are there before the timeout counts
+    dist.barrier()  # all ranks are ready before the timeout counts
     rank = Rank(nn.Sequential(*layers), [2, 2, 2], chunks=3, checkpoint="always", timeout=timeout)
     x = torch.randn(6, 6)
     rank.step(x, loss_fn=lambda output: output.square().mean())
@@ -49,7 +49,7 @@ def _lose(who: int, phase: str, how: signal.Signals, timeout: float) -> str:
         planted.when, planted.how = (phase, 1), how
         if phase == "agreement":
             planted.act()
-    for _ in range(2):  # for good
+    for _ in range(2):  # all later steps raise it as well
         with pytest.raises(LostRankError) as caught:
             rank.step(x, loss_fn=lambda output: output.square().mean())
     return str(caught.value)
@@ -59,18 +59,18 @@ PHASES = ("agreement", "forward", "recompute", "backward")
 
 
 @pytest.mark.parametrize("phase", long_but(product(PHASES), ("forward",)))
-def test_a_rank_that_is_killed_is_named(phase: str):
+def test_killed_rank_is_named(phase: str):
     expect_named(3, range(3), _lose, phase, signal.SIGKILL, 60.0)
 
 
 @pytest.mark.parametrize("phase", long_but(product(PHASES), ("backward",)))
-def test_a_rank_that_freezes_is_named_when_the_time_is_over(phase: str):
+def test_frozen_rank_is_named_after_the_timeout(phase: str):
     expect_named(3, range(3), _lose, phase, signal.SIGSTOP, 4.0)
 
 
 @pytest.mark.parametrize("lazy", "01")
-def test_a_rank_that_has_ended_between_two_steps_is_named_by_all(lazy: str):
-    """Long before the timeout, also by those that have found its connections closed before their step, or had none."""
+def test_rank_killed_between_steps_is_named(lazy: str):
+    """All ranks name it long before the timeout, even if they found its connections closed earlier, or had none."""
     expect_named(4, (0, 1, 3), _step_after_an_end, lazy)
 
 
@@ -93,8 +93,8 @@ ADDING = [("step", "is killed"), ("step", "fails")]
 
 @pytest.mark.parametrize("whos", [(0, 1, 2), (0, 2)], ids=["by all", "by two"])
 @pytest.mark.parametrize(("when", "how"), long_but([("made", "is killed"), *ADDING], *ADDING))
-def test_who_is_missing_where_weights_are_shared_is_named(whos: tuple[int, ...], when: str, how: str):
-    """Also by ranks that wait there for others than that one, or do not come there, as they share nothing."""
+def test_rank_missing_at_shared_weights_is_named(whos: tuple[int, ...], when: str, how: str):
+    """Ranks that wait for a different rank, or share no weight, name it as well."""
     expect_named(3, whos, _share, whos, when, how)
 
 
@@ -114,7 +114,7 @@ def _share(who: int, sharing: tuple[int, ...], when: str, how: str) -> str:
 
 
 def _make_and_step(layers: list[nn.Module], begin: Callable[[str], None]) -> None:
-    """With two steps: a rank that shares nothing gets to the end of the first one, whoever is missing there."""
+    """Create a rank and train two steps: a rank that shares nothing completes the first step without the lost one."""
     begin("made")
     rank = Rank(nn.Sequential(*layers), [1, 1, 1], chunks=3)
     begin("step")

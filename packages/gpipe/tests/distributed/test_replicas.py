@@ -1,4 +1,4 @@
-"""Replicas of a pipe: the failure of one rank is an error on all ranks of all replicas, and the next step is right."""
+"""Replicas of a pipe: if one rank fails, all ranks of all replicas raise, and the next step is correct."""
 
 import copy
 import os
@@ -60,8 +60,8 @@ def test_a_failure_reaches_all_replicas(
 
 @pytest.mark.parametrize(("who", "phase"), long_but(FAILURES, (3, "forward")))
 @pytest.mark.parametrize("sharded", [pytest.param("partitions", marks=pytest.mark.long), "layers"])
-def test_where_stages_compute_together_no_step_begins_after_a_failure(sharded: str, who: int, phase: str) -> None:
-    """Which reaches all replicas, also those that wait for each other in a layer."""
+def test_sharded_replicas_stop_after_a_failure(sharded: str, who: int, phase: str) -> None:
+    """The failure reaches all replicas, even if they wait for each other in a layer."""
     with world(SIZE, timeout=600.0) as opened:
         opened.run(_fail_everywhere, ArithmeticError, sharded, who, phase)
 
@@ -82,7 +82,7 @@ def _fail_everywhere(kind: type[BaseException], sharded: str, who: int, phase: s
 
 
 def _expect_on_all(rank: Rank, mesh: Any, who: int, phase: str, kind: type[BaseException]) -> None:
-    """Where it fails its own error, elsewhere one that names the rank that has failed."""
+    """Expect the error itself on the rank that fails, and an error that names this rank on all others."""
     planted, fails = planted_in(rank), dist.get_rank() == who
     dist.barrier()
     planted.when, planted.how = ((phase, 2) if fails else None), kind
@@ -93,13 +93,13 @@ def _expect_on_all(rank: Rank, mesh: Any, who: int, phase: str, kind: type[BaseE
     planted.when = None
 
 
-def test_a_rank_of_another_replica_that_is_killed_is_named() -> None:
+def test_killed_rank_of_a_replica_is_named() -> None:
     expect_named(SIZE, (0, 3), _lose, signal.SIGKILL, 60.0)
 
 
 @pytest.mark.long
-def test_a_rank_of_another_replica_that_freezes_is_named_when_the_time_is_over() -> None:
-    """Its own replica waits for ``timeout``, the other one up to four times as long."""
+def test_frozen_rank_of_a_replica_is_named() -> None:
+    """Its own replica waits for ``timeout``, and the other replica up to four times as long."""
     expect_named(SIZE, range(SIZE), _lose, signal.SIGSTOP, 8.0)
 
 
@@ -117,7 +117,7 @@ def _lose(who: int, number: signal.Signals, timeout: float) -> str:
 
 
 @pytest.mark.parametrize("what", ["weight", "running_mean"])
-def test_replicas_that_begin_with_other_weights_are_refused(worlds: Any, what: str) -> None:
+def test_replicas_with_different_weights_raise(worlds: Any, what: str) -> None:
     for text in worlds(2).run(_begin_apart, what):
         assert f"'1.{what}'" in text
 
@@ -135,7 +135,7 @@ def _begin_apart(what: str) -> str:
 
 
 def test_replicas_train_as_one(worlds: Any) -> None:
-    """Without another call: also in several steps, of which only the last one averages."""
+    """Steps average gradients without further calls. With ``no_sync``, only the last of several steps does."""
     worlds(SIZE).run(_expect_one)
 
 
@@ -161,7 +161,7 @@ def _expect_one() -> None:
         assert torch.equal(*both)
 
 
-def test_an_error_after_replicas_have_met_reaches_those_that_average(worlds: Any) -> None:
+def test_late_error_reaches_averaging_replicas(worlds: Any) -> None:
     found = worlds(2).run(_fail_late)
     assert found[0] == "ArithmeticError: planted"
     assert found[1].startswith("RemoteError: another replica has failed: rank 0 failed: ArithmeticError: planted")
@@ -172,7 +172,7 @@ def _fail_late() -> str:
     torch.manual_seed(0)
     rank = Rank(nn.Sequential(nn.Linear(6, 6)), [1], group=mesh["stages"], replicas=mesh["replicas"])
     handle = None
-    if dist.get_rank() == 0:  # a hook on a parameter runs when its gradient is written
+    if dist.get_rank() == 0:  # the hook runs when the gradient is written
         handle = next(rank.parameters()).register_post_accumulate_grad_hook(_raise)
     x = torch.ones(4, 6)
     try:
@@ -190,8 +190,8 @@ def _raise(parameter: nn.Parameter) -> None:
     raise ArithmeticError("planted")
 
 
-def test_parameters_of_other_meshes(worlds: Any) -> None:
-    """Whole ones, those sharded over other processes than the replicas, over the replicas, and over some of them."""
+def test_parameters_on_different_meshes(worlds: Any) -> None:
+    """Parameters may be full, or sharded over the replicas, some of the replicas, or other processes."""
     worlds(SIZE).run(_expect_meshes)
 
 

@@ -1,4 +1,4 @@
-"""Stages that are sharded over replicas train like one model on all rows, under every schedule and checkpoint mode."""
+"""Sharded stages train like one model on the full batch, with every schedule and checkpoint mode."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ STAGES = {"two": ([3, 4], [0, 1]), "v": ([2, 1, 2, 2], [0, 1, 1, 0])}
 
 
 class Counts(nn.Module):
-    """The identity; counts how often it recomputes."""
+    """The identity. It counts recomputations."""
 
     recomputed = 0
 
@@ -44,7 +44,7 @@ LOSSES: dict[str, Callable[..., Any]] = {"mean": nn.functional.mse_loss, "counte
 
 
 def sharded(stages: str, nested: bool = False, mp_policy: Any = None, **options: Any) -> tuple[Rank, Any]:
-    """A rank of one of two replicas, and the mesh."""
+    """Return a rank of one of two replicas, and the mesh."""
     mesh = mesh_of_four()
     balance, ranks = STAGES[stages]
     rank = Rank(network(), balance, ranks=ranks, group=mesh["stages"], replicas=mesh["replicas"], **options)
@@ -57,7 +57,7 @@ def sharded(stages: str, nested: bool = False, mp_policy: Any = None, **options:
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("nested", [False, True], ids=["partitions", "layers"])
-def test_like_the_plain_model(
+def test_sharded_stages_match_the_plain_model(
     worlds: Any, stages: str, schedule: str, checkpoint: str, loss: str, nested: bool
 ) -> None:
     worlds(4).run(_expect_like_the_plain_model, stages, schedule, checkpoint, loss, nested)
@@ -86,7 +86,7 @@ def _expect_like_the_plain_model(stages: str, schedule: str, checkpoint: str, lo
 
 @contextmanager
 def _reductions() -> Iterator[list[int]]:
-    """Around a step: the parameters that are reduced, as often as they are."""
+    """Yield a list of the ids of parameters that are reduced in the block, once per reduction."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as module
 
     reduced: list[int] = []
@@ -103,8 +103,8 @@ def _reductions() -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("waits", [False, True])
-def test_reduced_in_another_dtype(worlds: Any, loss: str, waits: bool) -> None:
-    """Then ``fully_shard`` adds micro-batches itself, in the dtype in which it reduces; also over several steps."""
+def test_gradients_reduced_in_a_different_dtype(worlds: Any, loss: str, waits: bool) -> None:
+    """``fully_shard`` then accumulates micro-batches, and steps without a reduction, in the dtype of the reduction."""
     worlds(4).run(_expect_reduced_in_another_dtype, loss, waits)
 
 
@@ -118,14 +118,14 @@ def _expect_reduced_in_another_dtype(loss: str, waits: bool) -> None:
         nn.functional.mse_loss(plain(x), y).backward()
         for partition in rank.partitions:
             partition.set_requires_gradient_sync(last or not waits)
-        # The stages compute in float32, and some versions of torch have no loss of two dtypes.
+        # The stages compute in float32, and some versions of torch have no loss for mixed dtypes.
         rank.step(*own_half(mesh, x, y.float()), loss_fn=LOSSES[loss])
     for name, parameter in rank.named_parameters():
         torch.testing.assert_close(parameter.grad.full_tensor(), plain.get_parameter(name).grad, rtol=1e-4, atol=1e-5)
 
 
-def test_saved_and_loaded(tmp_path: Any, worlds: Any) -> None:
-    """By sharded ranks for one process, and the other way round."""
+def test_sharded_state_is_saved_and_loaded(tmp_path: Any, worlds: Any) -> None:
+    """Sharded ranks save for one process, and one process saves for sharded ranks."""
     path = str(tmp_path / "checkpoint")
     worlds(4).run(_save, path)
     plain = network()
@@ -168,7 +168,7 @@ def _loaded(path: str) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("ranks", [[0, 1, 1], [0, 1, 0]])
-def test_a_shared_parameter_is_refused(worlds: Any, ranks: list[int]) -> None:
+def test_sharding_a_shared_parameter_raises(worlds: Any, ranks: list[int]) -> None:
     for succeeded, text in worlds(2).answers(_shard_shared, ranks):
         assert not succeeded
         assert ".weight' is shared by several stages, and fully_shard" in text
@@ -187,12 +187,12 @@ def _shard_shared(ranks: list[int]) -> None:
 
 
 def _block() -> Layer:
-    """A layer that ``parallelize_module`` cuts; its output is that of a collective."""
+    """Return a layer that ``parallelize_module`` can split. A collective then computes its output."""
     return Layer(lambda s, x: s.down(s.up(x).relu()), up=nn.Linear(8, 16), down=nn.Linear(16, 8))
 
 
 def _made(kind: str) -> tuple[nn.Sequential, Rank, Any]:
-    """The plain model, this process's part of it on a mesh of four, and the dimension with other rows, if any."""
+    """Return the plain model, its rank on a mesh of four processes, and the mesh dimension that splits rows, if any."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -220,15 +220,15 @@ def _made(kind: str) -> tuple[nn.Sequential, Rank, Any]:
 MESHES: dict[str, Any] = {
     "shards": ((2, 2), ("pp", "dp")),
     "shards of layers": ((2, 2), ("pp", "dp")),
-    "shards before": ((2, 2), ("pp", "dp")),  # before the rank is made
+    "shards before": ((2, 2), ("pp", "dp")),  # before the rank is created
     "tp": ((2, 2), ("pp", "tp")),
     "shards and tp": ((1, 2, 2), ("pp", "dp", "tp")),
     "replicated shards": ((1, 2, 2), ("pp", "copies", "dp")),
 }
 
 
-def test_stages_of_parallel_layers_are_the_plain_model(worlds: Any) -> None:
-    """Gradients and their norm; with ``replicas=`` the peers of a stage also take the same schedule."""
+def test_parallel_layers_match_the_plain_model(worlds: Any) -> None:
+    """Gradients and their norm match. With ``replicas=``, the peers of a stage also choose the same schedule."""
     for kind in MESHES:
         worlds(4).run(_expect_plain, kind)
 

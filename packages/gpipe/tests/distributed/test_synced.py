@@ -1,4 +1,4 @@
-"""Batch norm over replicas, in several stages, trains like the plain model on the micro-batches of all."""
+"""Batch norm over replicas, in several stages, trains like the plain model on micro-batches of all replicas."""
 
 import signal
 from itertools import product
@@ -16,7 +16,7 @@ from .planted import Planted, batch, expect_gradients, long_but, mesh_of_four, n
 
 
 class OnHost(nn.SyncBatchNorm):
-    """What that does on accelerators, in as many collectives, forwards and backwards."""
+    """Synchronized batch norm on the CPU, with as many collectives in forward and backward as on accelerators."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         import torch.distributed.nn.functional as collectives
@@ -58,7 +58,7 @@ def _expect_as_one(schedule: str, checkpoint: str) -> None:
     options = {"group": mesh["stages"].get_group(), "replicas": replicas, "checkpoint": checkpoint}
     rank = Rank(_network(replicas), [3] * 4, ranks=PLACES[schedule], chunks=4, **options)
     plain, (x, y) = _network(), batch(24, torch.float64)
-    for i in range(4):  # of each replica's 12 rows the i-th micro-batch
+    for i in range(4):  # the i-th micro-batch of the 12 rows of each replica
         rows = torch.cat([torch.arange(3) + 3 * i, torch.arange(3) + 3 * i + 12])
         (nn.functional.mse_loss(plain(x[rows]), y[rows]) / 4).backward()
     for _ in range(2):
@@ -69,9 +69,9 @@ def _expect_as_one(schedule: str, checkpoint: str) -> None:
 
 
 @pytest.mark.parametrize("over", ["all", "stages", "shards"])
-def test_over_other_stages_it_is_refused(over: str) -> None:
-    """Also parameters that are sharded over them: they never come to that layer."""
-    with world(4) as opened:  # of its own: the connections of these groups are closed then
+def test_collectives_over_other_stages_raise(over: str) -> None:
+    """Stages with different layers never reach the collective. The same holds for parameters sharded over stages."""
+    with world(4) as opened:  # a separate world: afterwards, connections of these groups are closed
         opened.run(_expect_refused, over)
 
 
@@ -90,7 +90,7 @@ def _expect_refused(over: str) -> None:
 
 @pytest.mark.parametrize("is_killed", [False, True], ids=["error", "killed"])
 @pytest.mark.parametrize(("who", "phase"), long_but(product(range(4), ("forward", "backward")), (2, "forward")))
-def test_a_failure_reaches_replicas_that_wait_in_a_layer(who: int, phase: str, is_killed: bool) -> None:
+def test_failure_reaches_replicas_waiting_in_a_layer(who: int, phase: str, is_killed: bool) -> None:
     with world(4, timeout=600.0) as opened:
         answers = opened.answers(_fail_while_others_wait, who, phase, is_killed)
     for k, (succeeded, text) in enumerate(answers):
@@ -100,7 +100,7 @@ def test_a_failure_reaches_replicas_that_wait_in_a_layer(who: int, phase: str, i
 
 
 def _fail_while_others_wait(who: int, phase: str, is_killed: bool) -> str:
-    """Whom this rank takes for the reason; that it knows it is so in the next step too."""
+    """Return the error of this rank, which names the failed rank. The next step must fail as well."""
     mesh, me = mesh_of_four(), dist.get_rank()
     replicas = mesh["replicas"].get_group()
     layers = [layer for _ in range(2) for layer in (nn.Linear(6, 6), Planted(), OnHost(6, process_group=replicas))]

@@ -1,4 +1,4 @@
-"""Torch's pipelining has the same schedules: its ranks and our workers do the same steps in the same order."""
+"""Schedules match ``torch.distributed.pipelining``: its ranks and our workers run the same steps in the same order."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ LETTERS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWAR
 
 
 def theirs(name: str, microbatches: int, stages: int, ranks: int) -> Schedule:
-    """What torch's schedule of this name plans, without stages and process groups."""
+    """Return the steps of torch's schedule ``name``, without stages and process groups."""
     pipelining = pytest.importorskip("torch.distributed.pipelining.schedules", exc_type=ImportError)
     rounds = max(1, microbatches // ranks)
     try:
@@ -28,11 +28,11 @@ def theirs(name: str, microbatches: int, stages: int, ranks: int) -> Schedule:
         lines = [schedule._calculate_single_rank_operations(rank) for rank in range(ranks)]
         return Schedule.parse("\n".join(" ".join(map(written, filter(None, line))) for line in lines))
     except AttributeError as error:
-        pytest.skip(f"this torch plans in another way: {error}")
+        pytest.skip(f"this version of torch plans schedules differently: {error}")
 
 
 def written(action: Any) -> str:
-    """In our text; a forward and a backward that overlap are one after the other."""
+    """Return an action in our notation. An overlapped forward and backward are written in sequence."""
     if action.sub_actions:
         return " ".join(map(written, action.sub_actions))
     return f"{LETTERS[action.computation_type.name]}{action.microbatch_index}@{action.stage_index}"

@@ -1,4 +1,4 @@
-"""Saving is a transaction: whoever fails, all ranks raise an error, and the last complete checkpoint remains."""
+"""Saving is a transaction: if any rank fails, all ranks raise, and the last complete checkpoint remains."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ from .planted import batch, mesh_of_four, network
 
 
 class Plan:
-    """What each rank of a pipe does when it saves; ``who`` does it otherwise."""
+    """A rank of a pipe, with an optimizer, that saves. Rank ``who`` makes a mistake."""
 
     def __init__(self, who: int) -> None:
         self.fails = dist.get_rank() == who
@@ -69,9 +69,9 @@ PLACES = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_an_interrupt_is_an_error_on_all_and_the_next_save_works(worlds: Any, tmp_path: Path, place: str) -> None:
+def test_interrupted_save_raises_on_all_ranks(worlds: Any, tmp_path: Path, place: str) -> None:
     for who in range(2):
-        if who and place in ("begin", "finish"):  # in the first process only
+        if who and place in ("begin", "finish"):  # only the first process does this
             continue
         found = worlds(2).run(_interrupt, str(tmp_path / f"run{who}"), place, who)
         assert found[who] == "KeyboardInterrupt"
@@ -151,8 +151,8 @@ MISTAKES: dict[Callable[[Plan, str], None], str] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
-def test_a_mistake_of_one_rank_is_told_to_all(worlds: Any, tmp_path: Path, mistake: Callable[..., None]) -> None:
-    """Within the time of the test, which is far below the timeout of the groups."""
+def test_mistake_on_one_rank_raises_on_all(worlds: Any, tmp_path: Path, mistake: Callable[..., None]) -> None:
+    """All ranks raise within the time limit of the test, which is far below the timeout of the groups."""
     for who in range(2):
         for text in worlds(2).run(_mistaken, str(tmp_path / f"run{who}"), mistake, who):
             assert re.search(MISTAKES[mistake], text), text
@@ -172,7 +172,7 @@ def _mistaken(path: str, mistake: Callable[[Plan, str], None], who: int) -> str:
     return f"{caught.type.__name__}: {caught.value}"
 
 
-def test_a_rank_does_not_save_alone_after_the_group_was_destroyed(tmp_path: Path) -> None:
+def test_saving_after_destroying_the_process_group_raises(tmp_path: Path) -> None:
     with world(2) as opened:
         for text in opened.run(_save_alone, str(tmp_path / "run")):
             assert "there is no process group" in text
@@ -194,7 +194,7 @@ def _save_alone(path: str) -> str:
     return str(caught.value)
 
 
-def test_replicas_that_save_while_others_step_are_told(worlds: Any, tmp_path: Path) -> None:
+def test_saving_while_other_replicas_step_raises(worlds: Any, tmp_path: Path) -> None:
     for who in range(2):
         for text in worlds(4).run(_replica_saves, str(tmp_path / f"run{who}"), who):
             assert "the method that is called is" in text
@@ -214,8 +214,8 @@ def _replica_saves(path: str, who: int) -> str:
     return str(caught.value)
 
 
-def test_modules_in_different_calls_are_told(worlds: Any, tmp_path: Path) -> None:
-    """Also without a pipe: each process has the whole model."""
+def test_plain_modules_in_different_calls_raise(worlds: Any, tmp_path: Path) -> None:
+    """This holds without a pipe, if each process has the full model."""
     for who in range(2):
         for text in worlds(2).run(_other_calls, str(tmp_path / "run"), who):
             assert text.count("the method that is called is") == 2
@@ -238,7 +238,7 @@ OTHERS = ["run.previous", "run.partial", "run.tmp", ".run.gpipe-partial", ".run.
 
 
 @pytest.mark.parametrize("is_checkpoint", [False, True])
-def test_nothing_else_is_changed(tmp_path: Path, is_checkpoint: bool) -> None:
+def test_save_leaves_other_files_unchanged(tmp_path: Path, is_checkpoint: bool) -> None:
     model, path = nn.Linear(2, 2), tmp_path / "run"
     for name in OTHERS:
         if is_checkpoint and not name.startswith("."):
@@ -257,7 +257,7 @@ def _content(folder: Path) -> dict[str, bytes]:
     return {str(each.relative_to(folder)): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
 
 
-def test_files_beside_a_checkpoint_are_not_deleted_with_it(tmp_path: Path) -> None:
+def test_foreign_files_in_a_checkpoint_are_kept(tmp_path: Path) -> None:
     model, path = nn.Linear(2, 2), tmp_path / "run"
     save(path, model)
     for at, name in product((path, tmp_path / ".run.gpipe-previous"), ("tokenizer.json", "sub/notes.txt")):

@@ -1,4 +1,4 @@
-"""What is asked of NCCL: a class in its place says so in its error, which all tests on GPUs would not notice."""
+"""Options passed to NCCL: a stub reports them in its error, because tests on GPUs would not notice wrong ones."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from ..worlds import World
 
 
 class NCCL:
-    """A process group that cannot be made."""
+    """A stub process group whose constructor always fails."""
 
     class Options:
         def __init__(self, is_high_priority_stream: bool = False) -> None:
@@ -24,7 +24,7 @@ class NCCL:
 
 
 def _error(stages: int) -> str:
-    """What a rank raises whose device has NCCL."""
+    """Return the error of a rank whose device seems to have NCCL."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_own, "backend_of", lambda *_: "nccl")
         patch.setattr(dist.distributed_c10d, "ProcessGroupNCCL", NCCL, raising=False)
@@ -34,8 +34,8 @@ def _error(stages: int) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-def test_communicators_have_streams_of_high_priority(worlds: Any) -> None:
-    """So those for computation and copies, from the same 32 of torch's, do not wait for a transfer."""
+def test_communicators_use_high_priority_streams(worlds: Any) -> None:
+    """Streams for computation and copies come from a different pool, so they do not wait for a transfer."""
     two: World = worlds(2)
     for found in two.run(_error, 2):
         assert found.startswith("RuntimeError: rank "), found
@@ -44,8 +44,8 @@ def test_communicators_have_streams_of_high_priority(worlds: Any) -> None:
         assert "use transport='host'" in found
 
 
-def test_more_wires_than_streams_are_refused(worlds: Any) -> None:
-    """Each of two ranks has an end of all of them."""
+def test_more_wires_than_streams_raise(worlds: Any) -> None:
+    """Each of two ranks has an end of all wires."""
     fits = MOST // 2 + 1
     assert all("is_high_priority_stream" in found for found in worlds(2).run(_error, fits))
     for found in worlds(2).run(_error, fits + 1):

@@ -1,4 +1,4 @@
-"""Wrappers that treat ranks of a pipe as copies of one model are refused, and change no weight."""
+"""Wrappers that treat ranks of a pipe as copies of one model raise, and change no weight."""
 
 import copy
 from typing import Any
@@ -23,7 +23,7 @@ def _model() -> nn.Module:
     return Layer(forward, blocks=nn.ModuleList(nn.Linear(6, 6) for _ in range(4)))
 
 
-def test_wrapping_a_rank_is_refused_and_changes_no_weight(worlds: Any) -> None:
+def test_wrapping_a_rank_raises_and_changes_nothing(worlds: Any) -> None:
     worlds(2).run(_expect_refused)
 
 
@@ -60,11 +60,11 @@ def _in_fsdp(module: nn.Module, **options: Any) -> nn.Module:
 
 
 def _prepared_by_accelerate(rank: nn.Module) -> nn.Module:
-    """As its ``prepare_model`` does in several processes."""
+    """Wrap ``rank`` as ``Accelerator.prepare_model`` does in several processes."""
     return nn.parallel.DistributedDataParallel(rank, broadcast_buffers=False, find_unused_parameters=True)
 
 
-def test_a_module_around_a_rank_that_is_wrapped_is_refused_in_the_first_step(worlds: Any) -> None:
+def test_wrapping_a_module_around_a_rank_raises(worlds: Any) -> None:
     worlds(2).run(_expect_refused_around)
 
 
@@ -77,7 +77,7 @@ def _expect_refused_around() -> None:
     assert isinstance(wrapped.module["pipe"], Rank)
 
 
-def test_a_rank_of_a_model_in_fsdp_is_refused(worlds: Any) -> None:
+def test_rank_of_an_fsdp_model_raises(worlds: Any) -> None:
     worlds(2).run(_expect_fsdp_refused)
 
 
