@@ -44,7 +44,6 @@ LIMITS = {
     "packages/gpipe/tests/interleavings": 3.5,
     "packages/gpipe/tests/model": 1.5,
     "packages/gpipe/tests/module": 1,
-    "packages/gpipe/tests/plan": 21,
     "packages/gpipe/tests/values": 2.5,
     "packages/microbatch": 1.5,
     "packages/microbatch/src/microbatch": 1.5,
@@ -57,7 +56,7 @@ LIMITS = {
 }
 """Limits of folders with phrases; a few of them are right, or are names of cases."""
 
-LONG_NAMES = {"packages/gpipe/tests/distributed": 54, "packages/gpipe/tests/plan": 65}
+LONG_NAMES = {"packages/gpipe/tests/distributed": 54}
 """The number of tests whose names have more than eight words."""
 
 STILTED = {
