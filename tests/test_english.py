@@ -37,7 +37,7 @@ LIMITS = {
     "packages/gpipe/src/gpipe/timeline": 4,
     "packages/gpipe/src/gpipe/values": 1.5,
     "packages/gpipe/tests": 2.5,
-    "packages/gpipe/tests/check": 7,
+    "packages/gpipe/tests/check": 4.5,
     "packages/gpipe/tests/checkpoint": 3,
     "packages/gpipe/tests/distributed": 32,
     "packages/gpipe/tests/engine": 1,
