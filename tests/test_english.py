@@ -49,7 +49,6 @@ LIMITS = {
     "packages/microbatch/src/microbatch": 1.5,
     "packages/profiler/src/profiler": 1.5,
     "packages/streams/tests": 1.5,
-    "packages/streams/tests/interleavings": 8.5,
     "tests": 1.5,
     "tests/frameworks": 2.5,
     "tests/simulated": 3,
