@@ -41,7 +41,6 @@ LIMITS = {
     "packages/gpipe/tests/checkpoint": 3,
     "packages/gpipe/tests/distributed": 32,
     "packages/gpipe/tests/engine": 1,
-    "packages/gpipe/tests/interleavings": 3.5,
     "packages/gpipe/tests/model": 1.5,
     "packages/gpipe/tests/module": 1,
     "packages/gpipe/tests/values": 2.5,
