@@ -1,4 +1,4 @@
-"""Run a step of a pipe in any order of events, perhaps with a failure, and check everything that must hold afterwards."""
+"""Run a step of a pipe in any order of events, perhaps with a failure, and check the state that it leaves."""
 
 from __future__ import annotations
 
