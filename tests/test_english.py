@@ -14,10 +14,10 @@ FOLDERS = folders()
 DEFAULT = 2.0
 LIMITS = {
     "benchmarks": 2,
-    "docs": 4.5,
+    "docs": 3,
     "docs/coming-from": 2,
     "docs/decisions": 1.5,
-    "docs/examples": 6,
+    "docs/examples": 3.5,
     "docs/howto": 1.5,
     "docs/pictures": 8,
     "docs/start": 2,
