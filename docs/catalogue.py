@@ -1,6 +1,6 @@
-"""The catalogue of errors, from the sources: what each package raises, with <holes> for what differs.
+"""Collect the catalogue of errors from the sources of each package, with <holes> for varying parts.
 
-It reads the text of the sources and runs nothing, so every message is found, also those that no test raises.
+This only parses the sources, so it even finds messages that no test raises.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ MARK = re.compile(r"<!-- errors: (\S+) -->")
 
 
 class Message(NamedTuple):
-    """What an error or a warning says.
+    """The message of an error or a warning.
 
     Attributes:
-        topic: where it is raised: a module, or the folder of modules that it is in, such as ``gpipe.schedule``.
-        kind: the name of its type, or "warning" for what is logged.
-        text: ``<name>`` stands for what differs.
+        topic: the module that raises it, or the folder of this module, such as ``gpipe.schedule``.
+        kind: the name of its type, or "warning" if it is logged.
+        text: the message, with ``<name>`` for varying parts.
     """
 
     topic: str
@@ -33,7 +33,7 @@ class Message(NamedTuple):
 
 
 def filled(page: str) -> str:
-    """``page`` with a list of messages in place of each ``<!-- errors: topic -->``; ``*`` is any topic left."""
+    """Replace each ``<!-- errors: topic -->`` in ``page`` by a list of messages; ``*`` means all remaining topics."""
     topics = set(MARK.findall(page))
     return MARK.sub(lambda mark: listed(chosen(mark[1], topics)), page)
 
@@ -51,7 +51,7 @@ def listed(found: Iterable[Message]) -> str:
 
 @cache
 def messages(package: str) -> list[Message]:
-    """All messages of a package, each once, by topic."""
+    """Return all distinct messages of a package, sorted by topic."""
     source = PACKAGES / package / "src"
     trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in source.rglob("*.py")}
     kinds = errors_of(trees.values())
@@ -65,7 +65,7 @@ def topic_of(file: Path) -> str:
 
 
 def errors_of(trees: Iterable[ast.Module]) -> set[str]:
-    """The names of what users may see: Python's own errors but failed assertions, and classes that are made of them."""
+    """Return the names of errors that users may see: builtin ones except AssertionError, and their subclasses."""
     errors = {name for name, it in vars(builtins).items() if isinstance(it, type) and issubclass(it, Exception)}
     own = errors - {"AssertionError"}
     classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
@@ -77,15 +77,15 @@ def assigned_in(tree: ast.Module) -> dict[str, ast.expr]:
 
 
 def errors_in(tree: ast.Module, kinds: set[str], shared: dict[str, ast.expr]) -> Iterator[tuple[str, str]]:
-    """Type and text of each error that a module makes, to be raised there or by its callers, and of its warnings.
+    """Yield the type and text of each warning of a module, and of each error that it creates.
 
-    ``shared`` has the constants of the package, which a module may import.
+    A module may import the constants of its package, which are in ``shared``.
     """
     words = Words(tree, shared)
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and node.args and (kind := kind_of(node.func, kinds)):
             text = " ".join(with_arguments(words.of(node.args[0]), node.args[1:]).split())
-            if re.search("[a-z]{2}", HOLE.sub("", text)):  # more than a name that is handed on
+            if re.search("[a-z]{2}", HOLE.sub("", text)):  # more than a name that is passed on
                 yield kind, text
 
 
@@ -96,13 +96,13 @@ def kind_of(called: ast.expr, kinds: set[str]) -> str | None:
 
 
 def with_arguments(text: str, arguments: list[ast.expr]) -> str:
-    """``text`` with the names of ``arguments`` in place of the conversions of logging."""
+    """Replace the conversions of logging in ``text`` by the names of ``arguments``."""
     names = map(name_of, arguments)
     return re.sub("%[sdrg]", lambda _: f"<{next(names, '…')}>", text) if arguments else text
 
 
 class Words:
-    """What the expressions of a module say, as far as it is written there."""
+    """Converts the expressions of a module to text, as far as their values are written in it."""
 
     def __init__(self, tree: ast.Module, shared: dict[str, ast.expr]) -> None:
         functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
@@ -123,10 +123,10 @@ class Words:
         return self._written_elsewhere(node) or f"<{name_of(node)}>"
 
     def _written_elsewhere(self, node: ast.expr) -> str:
-        """In what a function is given, in the function, or in a constant."""
+        """Return the text in the first argument of a call, in the called function, or in a constant; "" if none."""
         given, function = (node.args[:1], node.func) if isinstance(node, ast.Call) else ([], node)
         name = ast.unparse(function).rpartition(".")[2]
-        own = self._elsewhere.pop(name, None)  # taken out meanwhile, since a function may call itself
+        own = self._elsewhere.pop(name, None)  # removed temporarily, since a function may call itself
         found = next((self.of(each) for each in (*given, own) if is_text(each)), "")
         if own is not None:
             self._elsewhere[name] = own
@@ -145,7 +145,7 @@ def only_return(function: ast.FunctionDef) -> ast.expr | None:
 
 
 def name_of(node: ast.expr) -> str:
-    """What to call the value of an expression."""
+    """Return a name for the value of an expression."""
     if isinstance(node, ast.Attribute):
         return name_of(node.value) if node.attr == "__name__" else node.attr.strip("_")
     if isinstance(node, ast.Call):

@@ -1,4 +1,4 @@
-"""How Sphinx builds these pages; it fetches nothing while it does."""
+"""Sphinx configuration. The build does not access the network."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ myst_heading_anchors = 3
 default_role = "code"
 autodoc_default_options = {"members": True, "show-inheritance": True, "member-order": "bysource"}
 autodoc_typehints_format = "short"
-# What PyTorch says of a method that is overridden here has marks of its own.
+# Inherited docstrings of PyTorch use different markup.
 autodoc_inherit_docstrings = False
-# An attribute is explained in its class, so that one that is a property too has one entry.
+# Attributes are explained in their class, so that an attribute that is also a property has only one entry.
 napoleon_use_ivar = True
 
 html_theme = "furo"
@@ -40,11 +40,11 @@ html_css_files = ["wide.css"]
 
 EXPLAINED = re.compile(r"([a-z]\w*(?:, \w+)*): (.+)")
 PAGE = re.compile(r"`docs/([\w/-]+\.md)`")
-CODE_IN_A_WORD = re.compile(r"(?<!`)(`[^`]+`)(?=\w)")  # as in `Stage`s, where the mark-up wants an end
+CODE_IN_A_WORD = re.compile(r"(?<!`)(`[^`]+`)(?=\w)")  # as in `Stage`s, where the markup needs a separator
 
 
 def explain_names(app: Any, what: str, name: str, thing: object, options: Any, lines: list[str]) -> None:
-    """Turns paragraphs of `name: explanation` lines, which Sphinx would run together, into definition lists."""
+    """Convert paragraphs of `name: explanation` lines, which Sphinx would join, to definition lists."""
     whole = [CODE_IN_A_WORD.sub(r"\1\\ ", line) for line in lines]
     paragraphs = [list(group) for blank, group in groupby(whole, key=lambda line: not line.strip()) if not blank]
     lines[:] = [line for paragraph in paragraphs for line in [*definitions(paragraph), ""]]
@@ -61,7 +61,7 @@ def definitions(paragraph: list[str]) -> list[str]:
 
 
 def keep_colons(app: Any, what: str, name: str, thing: object, options: Any, lines: list[str]) -> None:
-    """Napoleon takes what a property's docstring has before its first colon for a type; a comment above it has none."""
+    """Prepend a comment to docstrings of attributes, because Napoleon takes text before the first colon for a type."""
     if what in ("attribute", "data", "property") and lines:
         lines[:0] = ["..", ""]
 
@@ -73,7 +73,7 @@ MEANT = {
     r"~?\bgpipe\.timeline\._costs\.": "~gpipe.simulate.",
     r"~?\bgpipe\.schedule\._schedule\.": "~gpipe.schedule.",
 }
-"""What a reader of a signature should see instead of a private name."""
+"""Private names, and the public text that signatures show instead."""
 
 MADE_BY_FUNCTIONS = ("gpipe.Plan",)
 """Classes whose constructors are not for users."""
@@ -96,29 +96,29 @@ def list_errors(app: Any, page: str, source: list[str]) -> None:
 
 
 def link_pages(app: Any, path: Path, page: str, source: list[str]) -> None:
-    """READMEs of packages name pages as `docs/...`, since links would lead nowhere on an index; here they are links."""
+    """Convert names of pages in the packages' READMEs to links. On a package index, such links would be broken."""
     if path.name == "README.md":  # its page is in docs/packages; MyST passes the last part of that page's name only
         source[0] = PAGE.sub(r"[`docs/\1`](../\1)", source[0])
 
 
 def list_errors_anew(app: Any, env: Any, *changes: set[str]) -> set[str]:
-    """The page is read each time, since it depends on all sources."""
+    """Read the page in each build, since it depends on all sources."""
     return {"errors"} & set(env.found_docs)
 
 
 def skip_aliases(app: Any, what: str, name: str, thing: object, skip: bool, options: Any) -> bool | None:
-    """The fields of a named tuple are explained in its class, as those of others are."""
+    """Skip the fields of named tuples, which are explained in their class."""
     return True if (getattr(thing, "__doc__", None) or "").startswith("Alias for field number") else None
 
 
 def warn_of_lost_names(app: Any, env: Any, node: Any, text: Any) -> None:
-    """A page that names something of Python means it; in the reference, types of other packages have no entry."""
+    """Warn of unresolved Python references on pages. In the API reference, types of other packages have no entry."""
     if not node["refdoc"].startswith("api/"):
         node["refwarn"] = True
 
 
 def box_pictures(app: Any, tree: nodes.document, page: str) -> None:
-    """Puts each picture into a box that scrolls on a narrow screen, where it would be too small to read."""
+    """Put each picture into a box that scrolls on a narrow screen, so that it stays large enough to read."""
     for picture in list(tree.findall(nodes.image)):
         alone = isinstance(picture.parent, nodes.paragraph) and len(picture.parent) == 1
         box = nodes.container(classes=["picture"])

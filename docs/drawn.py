@@ -1,6 +1,6 @@
 """The directive ``{drawn}``, which draws a timeline while the pages are built.
 
-Its content is Python whose last statement is an expression for the timeline. Names live to the end of the page.
+Its content is Python code whose last statement is an expression for the timeline. Names exist to the end of the page.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Drawn(SphinxDirective):
 
 
 def names() -> dict[str, Any]:
-    """Return what the code of a page may use: the public names of gpipe and its modules for schedules."""
+    """Return the names that the code of a page may use: the public names of gpipe, its schedules and simulations."""
     public = {name: getattr(module, name) for module in (gpipe, schedule, simulate) for name in module.__all__}
     return {"torch": torch, "nn": nn, **public}
 

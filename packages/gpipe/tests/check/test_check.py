@@ -1,4 +1,4 @@
-"""check() names planted faults, each in its own layer, and finds nothing in models that train the same."""
+"""check() attributes planted faults to their layers, and finds nothing in models that train the same in a pipe."""
 
 import copy
 import json
@@ -32,7 +32,7 @@ def checked(case: Fault | Clean, **settings: Any) -> Report:
 
 
 def accused(report: Report) -> set[tuple[str, str | None]]:
-    """The codes and layers of errors and warnings."""
+    """Return the codes and layers of errors and warnings."""
     return {(finding.code, finding.layer) for finding in report.findings if finding.level != "note"}
 
 
@@ -53,7 +53,7 @@ CODES = {
     "losses with a state": "impure",
     "nothing to train": "untrained",
 }
-"""The code of all faults of a kind, where they have one."""
+"""The common code of all faults of a kind, if they have one."""
 
 
 @each_fault
@@ -67,7 +67,7 @@ def test_fault_is_attributed_to_its_layer(kind: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CLEAN)
-def test_nothing_is_found_in_a_clean_model(name: str) -> None:
+def test_clean_models_have_no_findings(name: str) -> None:
     torch.manual_seed(0)
     report = checked(CLEAN[name]())
     assert accused(report) == set()
@@ -81,12 +81,12 @@ LAYERS = [
     if kind not in ("rows that are lost", "state of other layers", "nothing to train") and "loss" not in kind
     if name != "view of half"
 ]
-"""Faults of a layer that preserves the number of rows; a large batch has more than 16."""
+"""Faults of a layer that preserves the number of rows. A batch of more than 16 rows is large."""
 
 
 @given(st.lists(st.sampled_from(LAYERS), min_size=2, max_size=3), st.integers(17, 32), st.integers(2, 5))
 @settings(max_examples=12)
-def test_several_faults_are_found_each_where_it_is(names: list[tuple[str, str]], count: int, chunks: int) -> None:
+def test_each_of_several_faults_is_attributed(names: list[tuple[str, str]], count: int, chunks: int) -> None:
     count = ROWS if any("fixed" in kind + name or "group" in kind for kind, name in names) else count
     faults = [FAULTS[kind][name]().model[2] for kind, name in names]
     report = check(
@@ -95,7 +95,7 @@ def test_several_faults_are_found_each_where_it_is(names: list[tuple[str, str]],
     assert {layer for _, layer in accused(report)} == {str(2 * k + 1) for k in range(len(faults))}
 
 
-def test_notes_and_rounding_are_no_faults() -> None:
+def test_notes_and_rounding_are_not_faults() -> None:
     model = nn.Sequential(nn.ReLU(inplace=True), linear().requires_grad_(False), nn.Dropout(), linear(), linear())
     model[4].weight = model[3].weight
     layer = Layer(lambda s, x: F.layer_norm(x.float() * (len(x) + 1) / (len(x) + 1), (WIDTH,)).to(x.dtype))
@@ -170,7 +170,7 @@ class Wrapped(Tensor):
 
 
 @pytest.mark.parametrize("form", [nn.Sequential, Listed])
-def test_weights_with_few_operations_are_no_fault(form: Callable[..., nn.Module]) -> None:
+def test_weights_with_few_operations_are_not_faults(form: Callable[..., nn.Module]) -> None:
     layers = [linear() for _ in range(3)]
     layers[1].weight = nn.Parameter(Wrapped(layers[1].weight.detach()), requires_grad=False)
     model = nn.Sequential(*layers)
@@ -179,13 +179,13 @@ def test_weights_with_few_operations_are_no_fault(form: Callable[..., nn.Module]
     assert report.compared
 
 
-def test_a_pipe_that_fails_is_a_finding() -> None:
+def test_failing_pipe_is_a_finding() -> None:
     """Batch norm raises for the last of 4 micro-batches, which has a single row."""
     found = check(nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Dropout(), linear()), torch.randn(5, WIDTH)).findings
     assert "pipeline" in [finding.code for finding in found]
 
 
-def test_the_text_names_layer_evidence_and_advice() -> None:
+def test_report_text_names_layer_evidence_and_advice() -> None:
     text = str(check(between(nn.Softmax(0)), rows()))
     assert "error[mixes-rows]: layer '2' (Softmax): an output row depends on other rows" in text
     assert "changing some rows" in text
@@ -223,7 +223,7 @@ def test_report_says_how_loss_is_computed(
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_wrong_reduction_is_attributed_to_loss(reduction: str) -> None:
-    """Without it, the same loss is computed once, and nothing is wrong."""
+    """Without ``reduction``, the same loss is computed once, and there are no findings."""
     target = rows() * torch.arange(1.0, ROWS + 1)[:, None]  # micro-batches differ in their losses
     given = {"target": target, "loss_fn": lambda y, t: squares(y, t).sqrt()}
     (found,) = check(between(nn.GELU()), rows(), **given, reduction=reduction).findings
@@ -260,7 +260,7 @@ def test_findings_name_norms_inside_layers() -> None:
         ({"sample": torch.randn(ROWS, 3)}, RuntimeError, "shapes cannot be multiplied"),
     ],
 )
-def test_bad_input_is_refused_by_name(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_invalid_arguments_raise(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     given: dict[str, Any] = {"model": between(nn.GELU()), "sample": rows(), **changes}
     with pytest.raises(error, match=message):
         check(given.pop("model"), given.pop("sample"), **given)
@@ -272,7 +272,7 @@ class Experts(nn.Linear):
         return AddsLoss.apply(y, y.square().mean())
 
 
-def test_a_gradient_that_a_backward_makes_is_named() -> None:
+def test_gradient_added_in_a_backward_is_reported() -> None:
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(3, 3), Experts(3, 3), nn.Linear(3, 3))
     found = check(layers, torch.rand(8, 3), chunks=4, target=torch.rand(8, 3), loss_fn=F.mse_loss)
@@ -280,7 +280,7 @@ def test_a_gradient_that_a_backward_makes_is_named() -> None:
 
 
 class Counts(nn.Embedding):
-    """Scales its gradient by frequencies, which no attribute says."""
+    """An embedding that scales its gradient by frequency, although its attributes do not say so."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.embedding(x, self.weight, scale_grad_by_freq=True)

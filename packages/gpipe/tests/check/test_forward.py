@@ -1,4 +1,4 @@
-"""check() of a model with its own forward names the module at fault, or the forward itself."""
+"""check() of a model with a custom forward names the faulty module, or the forward itself."""
 
 import copy
 import random
@@ -22,7 +22,7 @@ from .listed import Listed
 from .test_check import CODES, LAYERS, accused, checked
 
 EACH = [(kind, name) for kind, named in FAULTS.items() for name in named]
-# The rows of its output are on another dimension, where the next block fails.
+# The rows of its output are in a different dimension, so the next block fails.
 EACH.remove(("a fixed number of rows", "view of half"))
 # The first needs an nn.Sequential. A pipe cannot track the rows of experts, and raises.
 NOT = ("skips", "experts")
@@ -41,7 +41,7 @@ def test_fault_is_attributed_to_its_block(kind: str, name: str) -> None:
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", [name for name in CLEAN if name not in NOT])
-def test_nothing_is_found_in_a_clean_model(name: str) -> None:
+def test_clean_models_have_no_findings(name: str) -> None:
     torch.manual_seed(0)
     case = CLEAN[name]()
     if isinstance(case.model, nn.Sequential):
@@ -55,7 +55,7 @@ def test_nothing_is_found_in_a_clean_model(name: str) -> None:
 
 @given(st.lists(st.sampled_from(LAYERS), min_size=2, max_size=3), st.integers(17, 32), st.integers(2, 5))
 @settings(max_examples=8)
-def test_several_faults_are_found_each_where_it_is(names: list[tuple[str, str]], count: int, chunks: int) -> None:
+def test_each_of_several_faults_is_attributed(names: list[tuple[str, str]], count: int, chunks: int) -> None:
     count = ROWS if any("fixed" in kind + name or "group" in kind for kind, name in names) else count
     faults = [FAULTS[kind][name]().model[2] for kind, name in names]
     # Layers after the last block with parameters run on the full batch.
@@ -65,7 +65,7 @@ def test_several_faults_are_found_each_where_it_is(names: list[tuple[str, str]],
 
 
 class Between(nn.Module):
-    """Four blocks; ``code`` computes what the third one gets, and ``end`` what follows the head."""
+    """A model with four blocks, which calls ``code`` before the third one and ``end`` after the head."""
 
     def __init__(self, code: Callable[..., Tensor], end: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ OWN: dict[str, tuple[Callable[..., Tensor], str]] = {
     "softmax over rows before a dropout": (lambda s, x: F.dropout(x.softmax(0), 0.5, s.training), "mixes-rows"),
     "the number of rows": (lambda _, x: x / len(x), "rows"),
     "the place of a row": (lambda _, x: x + torch.arange(len(x))[:, None], "rows"),
-    "another way for large batches": (lambda s, x: s.blocks[0](x) if len(x) > 16 else x, "rows"),
+    "a different path for large batches": (lambda s, x: s.blocks[0](x) if len(x) > 16 else x, "rows"),
     "a fixed number of rows": (lambda _, x: x.view(ROWS, WIDTH), "hard-coded-batch"),
     "a counter": (counted, "stateful"),
     "a running mean": (averaged, "buffers"),
@@ -111,7 +111,7 @@ OWN: dict[str, tuple[Callable[..., Tensor], str]] = {
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_what_the_forward_does_itself_is_named(name: str) -> None:
+def test_faults_in_the_forward_itself_are_reported(name: str) -> None:
     torch.manual_seed(0)
     code, expected = OWN[name]
     found = [each for each in check(Between(code, same), rows()).findings if each.code != "random"]
@@ -133,7 +133,7 @@ CLEAN_CODE: dict[str, Callable[..., Tensor]] = {
 
 
 @pytest.mark.parametrize("name", CLEAN_CODE)
-def test_what_the_forward_may_do_is_no_fault(name: str) -> None:
+def test_allowed_code_in_the_forward_passes(name: str) -> None:
     torch.manual_seed(0)
     report = check(Between(CLEAN_CODE[name], same), rows())
     assert accused(report) == set()
@@ -154,7 +154,7 @@ def test_full_batch_end_may_mix_rows(end: Callable[..., Tensor], code: str, laye
 
 
 class Losing(Between):
-    """Returns a loss in which rows meet."""
+    """A model that returns a loss in which rows interact."""
 
     def forward(self, x: Tensor) -> Any:
         found = super().forward(x)
@@ -167,20 +167,20 @@ def test_model_loss_may_require_full_batch() -> None:
     assert accused(check(model, {"x": rows()}, reduction="mean")) == {("loss", None)}
 
 
-def test_a_shared_block_is_named_once() -> None:
+def test_shared_block_is_reported_once() -> None:
     block = nn.BatchNorm1d(WIDTH)
     found = check(Listed(nn.Sequential(linear(), block, linear(), block)), rows()).findings
     assert [(each.code, each.layer) for each in found] == [("batchnorm", "blocks.1")]
 
 
-def test_a_balance_has_to_fit_the_blocks() -> None:
+def test_balance_must_match_the_blocks() -> None:
     model = Between(same, same)
     assert check(model, rows(), balance=[1, 3]).ok
     with pytest.raises(ValueError, match="balance"):
         check(model, rows(), balance=[1, 1])
 
 
-def test_the_model_stays_as_it_is() -> None:
+def test_check_leaves_the_model_unchanged() -> None:
     model = Between(counted, same)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     attributes = {name: {*vars(module)} for name, module in model.named_modules()}
@@ -191,8 +191,8 @@ def test_the_model_stays_as_it_is() -> None:
     assert (model.calls, model.head.weight.dtype) == (0, torch.float32)
 
 
-def test_weights_that_deepcopy_refuses() -> None:
-    """Like quanto's weights."""
+def test_weights_that_deepcopy_rejects_are_supported() -> None:
+    """Weights of quanto are like this."""
     model = Listed(nn.Sequential(*(Adapted(PackedLinear(6), 6) for _ in range(3))))
     with pytest.raises(RuntimeError, match="deepcopy"):
         copy.deepcopy(model)

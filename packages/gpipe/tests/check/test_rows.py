@@ -1,4 +1,4 @@
-"""A target must have as many rows as the input, else an error gives both numbers. Replicated values are exempt."""
+"""An error gives both row counts if target and input differ in them. Replicated values are exempt."""
 
 import pytest
 import torch

@@ -447,7 +447,7 @@ def test_empty_groups_take_options_from_other_ranks(worlds: Any, tmp_path: Path,
 
 
 def _grouped(path: str, balance: list[int], expected: Any) -> Any:
-    """Return options and learning rates of all groups after a save or a load, and a scheduler's rates after a save."""
+    """Return options and learning rates of all groups after a save or a load, and the rates of a resumed scheduler."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3))
     rank = Rank(model, balance)

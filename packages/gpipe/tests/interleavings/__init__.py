@@ -1,7 +1,10 @@
-"""Programs with small pipes, for every order of events: see ``packages/streams/tests/interleavings``.
+"""Programs with small pipes, to run in every order of events. See ``packages/streams/tests/interleavings``.
 
 - ``scenarios``: a pipe, a step, and everything that must be true afterwards.
 - ``catalogue``: the scenarios by name.
 - ``several``: programs with several callers or pipes.
-- ``__main__``: explores them, and repeats one run.
+- ``interrupted``: KeyboardInterrupt between the instructions of a step.
+- ``planted``: planted faults of order, which the exploration must notice.
+- ``soak``: many steps with real signals.
+- ``__main__``: explores the programs, or repeats one run.
 """

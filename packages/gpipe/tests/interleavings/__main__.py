@@ -1,11 +1,15 @@
-"""Explore the scenarios, print a table, and for each failure the command that repeats it.
+"""Explore the scenarios, and print a table, with the command that repeats each failure.
 
     python -m packages.gpipe.tests.interleavings [names] [--most 2000] [--preemptions 2]
     python -m packages.gpipe.tests.interleavings 1f1b --repeat 0,0,1
     python -m packages.gpipe.tests.interleavings 1f1b --runs 1000 --depth 3
 
+<<<<<<< HEAD
 Each scenario is explored twice: the orders of events, and then the orders with one failure or interrupt. Large ones,
 and all with ``--runs``, get random priorities instead.
+=======
+Each scenario is explored twice: without injected events, and then with one failure or interrupt.
+>>>>>>> work-h2
 """
 
 from __future__ import annotations

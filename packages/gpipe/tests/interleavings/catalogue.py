@@ -1,4 +1,4 @@
-"""The scenarios by name: schedules, checkpointing, skips, tied weights, random numbers, models with own forwards."""
+"""The scenarios by name: schedules, checkpointing, skips, tied weights, random numbers, and custom forwards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .several import SEVERAL
 
 
 def tied() -> nn.Sequential:
-    """Three stages; the first and the last have the same weight."""
+    """Return three stages. The first and the last share their weight."""
     first, middle = linear(), linear()
     return nn.Sequential(first, Point("stage 0", 0), middle, Point("stage 1", 1), Tied(first), Point("stage 2", 2))
 
@@ -29,14 +29,14 @@ def skips() -> nn.Sequential:
 
 
 class Noise(nn.Module):
-    """Draws from torch's generator."""
+    """A layer that uses torch's RNG."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.rand_like(x)
 
 
 class PythonNoise(nn.Module):
-    """Draws from Python's generator."""
+    """A layer that uses Python's RNG."""
 
     def forward(self, x: Tensor) -> Tensor:
         point("before a number")
@@ -44,7 +44,7 @@ class PythonNoise(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention with a choice of its own among the kernels."""
+    """Attention that selects its own kernel."""
 
     def __init__(self, kernel: SDPBackend) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Attention(nn.Module):
 
 
 def row(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """A function that creates a model with a custom forward of these blocks."""
+    """Return a function that creates a model with a custom forward and these blocks."""
     create = model_of(*layers)
     return lambda: Row(*create())
 
@@ -66,7 +66,7 @@ def part(k: int, stage: int | None = None) -> Callable[[], nn.Module]:
 
 
 class Between(Row):
-    """Calls a block twice, and computes between its blocks."""
+    """A model that computes between its blocks and after them."""
 
     def forward(self, x: Any) -> Any:
         first, last = self.layers
@@ -169,6 +169,5 @@ between_model = model_of_layers(between)  # type: ignore[arg-type]
 LARGE: dict[str, Callable[[], None]] = {each.name: each for each in large()}
 PROGRAMS: dict[str, Callable[[], None]] = {each.name: each for each in scenarios()} | SEVERAL | WORKERS | LARGE
 ORDERS_ONLY = frozenset({"nested-seeds", "two-seeds"})
-"""Programs that inject their own interrupt, or whose results are compared, so that all threads must return one."""
-"""Programs that are interrupted in each run. A failure or a second interrupt is not injected."""
+"""Programs without injected failures and interrupts, because each of their threads must return a result."""
 __all__ = ["DOUBLE", "ORDERS_ONLY", "PROGRAMS", "Layer"]

@@ -1,8 +1,9 @@
-"""KeyboardInterrupt at each place of a step where a signal may arrive; the next step runs on a different thread.
+"""Raise KeyboardInterrupt at each place of a step where a signal may arrive.
 
     python -m packages.gpipe.tests.interleavings.interrupted [--every 3] [--twice 30]
 
-A lock that an interrupt leaves locked is reentrant for its thread, and so the next step of the same thread would pass.
+The next step runs on a different thread. If an interrupt leaves a reentrant lock locked, a next step on the same thread
+would succeed.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ TRIALS = (
 
 
 def failures(way: str | None, mode: str, inline: bool, every: int) -> Iterator[tuple[Place | None, Exception | None]]:
-    """For each interrupt, None or the error of the next step, with the place."""
+    """Yield the place of each interrupt and the error of the next step; None for both if it succeeds."""
     trial = prepared(way, mode, inline)
     places = Interrupts(FILES)
     places.during(trial.step)
     for at in representatives(places.places)[::every]:
         if not Interrupts(FILES, at).during(trial.step):
-            continue  # a step may take fewer lines later, after it has seen what layers do
+            continue  # later steps may run fewer lines, because the properties of the layers are known
         try:
             within(10, trial.expect_all_well)
         except Exception as error:
@@ -46,7 +47,7 @@ def failures(way: str | None, mode: str, inline: bool, every: int) -> Iterator[t
 
 
 def failures_twice(way: str | None, mode: str, inline: bool, every: int) -> Iterator[tuple[Place | None, str]]:
-    """The same with a second interrupt at a random place while the first one is handled."""
+    """Do the same with a second interrupt, at a random place while the first one is handled."""
     rng = random.Random(0)
     trial = prepared(way, mode, inline)
     places = Interrupts(FILES)
@@ -93,8 +94,8 @@ def show(name: str, found: Sequence[tuple[Place | None, object]], begin: float) 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="interrupted")
-    parser.add_argument("--every", type=int, default=3, help="only one in so many places")
-    parser.add_argument("--twice", type=int, default=20, help="a second interrupt at one in so many places; 0 for none")
+    parser.add_argument("--every", type=int, default=3, help="interrupt only at every n-th place")
+    parser.add_argument("--twice", type=int, default=20, help="a second interrupt at every n-th place; 0 for none")
     options = parser.parse_args(arguments)
     failed = False
     print(f"{'step':<36} {'interrupts':>10} {'failed':>7} {'seconds':>8}")

@@ -1,10 +1,11 @@
 # ruff: noqa: E501
-"""Faults of order: a lock removed, a wake-up lost, a check or a flag at the wrong time. The exploration notices them.
+"""Plant faults of order, and check that the exploration notices them.
 
     python -m packages.gpipe.tests.interleavings.planted [numbers] [--suite]
 
-Each fault is planted in the sources of a fresh process, which explores the scenarios that use the line. With
-``--suite``, it runs the tests with real threads instead, until one fails or hangs.
+A fault removes a lock, loses a wake-up, or moves a check or a flag to the wrong time. Each is planted in the sources of
+a fresh process, which explores the scenarios that use the line. With ``--suite``, the process runs the tests with real
+threads instead, until one fails or hangs.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import torch  # noqa: F401  # before the forks, which takes seconds
 
 ROOT = Path(__file__).parents[4]
 SECONDS, CPU_SECONDS = 1200, 120
-"""The most time for a fault; more on the clock, because other processes may be busy."""
+"""The most wall-clock and CPU time per fault. The former is longer, because other processes may be busy."""
 
 
 class Fault(NamedTuple):
@@ -60,10 +61,10 @@ STOPPED = (
     "                # ended even after an interrupt here, because they must not compute while the next run does.\n"
     "                try:\n                    stop()\n                finally:\n                    scope.close()\n            raise"
 )
-"""The end of a run that has failed or was interrupted."""
+"""The end of a failed or interrupted run."""
 FAULTS = [
     # streams
-    Fault("a worker does not say that it has ended", WORKER, "        out_queue.put((False, None))", "        pass", ("workers",)),
+    Fault("a worker does not report its end", WORKER, "        out_queue.put((False, None))", "        pass", ("workers",)),
     Fault("a worker answers twice", WORKER, "out_queue.put(failure or _answer(task))",
           "answer = failure or _answer(task); out_queue.put(answer); out_queue.put(answer)", STEP),
     Fault("a worker lets an interrupt or failure of its task end it", WORKER,
@@ -110,26 +111,26 @@ FAULTS = [
           "        self._transport.cancel()\n        self.state.failures.stop()", ("unreadable-failure",)),
     Fault("a stop is not recorded", RUN, "        self.state.failures.stop()\n        self._transport.cancel()",
           "        self._transport.cancel()", STEP),
-    Fault("the step after a failure is taken", FAILURES, "return self.earliest is not None and self._when(step) > self.earliest",
+    Fault("a step after a failure is executed", FAILURES, "return self.earliest is not None and self._when(step) > self.earliest",
           "return False", STEP),
     Fault("a later failure hides an earlier one", FAILURES,
           "            self.earliest = when if self.earliest is None else min(self.earliest, when)\n\n    def hear",
           "            self.earliest = when\n\n    def hear", ("two-failures-middle",)),
     Fault("the failure that arrives last is raised", FAILURES, "raise min(errors, key=lambda pair: pair[0])[1]", "raise errors[-1][1]",
           ("two-failures",)),
-    Fault("a cancelled reader goes on waiting", LINK, "            elif self._is_cancelled():\n                raise Cancelled\n", "",
+    Fault("a cancelled reader continues to wait", LINK, "            elif self._is_cancelled():\n                raise Cancelled\n", "",
           FAILING),
     Fault("only gradients are cancelled", LINK, "        self.values.cancel()\n", "", STEP),
     Fault("only values are cancelled", LINK, "        self.gradients.cancel()\n", "", STEP),
-    Fault("a reader does not ask whether its payload will arrive", LINK, "            elif self._is_cancelled():", "            elif True:",
+    Fault("a reader does not check whether its payload will arrive", LINK, "            elif self._is_cancelled():", "            elif True:",
           ("two-failures-3-stages",)),
     # one run at a time
     Fault("several threads may run a pipe", EXCLUSIVE, "with waiting_for(self), self._lock:", "with waiting_for(self):", TWO),
     Fault("parameters are not claimed", MINI_BATCH, "    run = Run(pipeline, spec)\n    pipeline.section.claim(run.parameters)\n", "    run = Run(pipeline, spec)\n", ("shared-parameters",)),
     Fault("parameters are claimed after the check", EXCLUSIVE, "            _claimed[self] = parameters\n", "            pass\n",
           ("shared-parameters",)),
-    Fault("the claim is not given back", EXCLUSIVE, "                _claimed.pop(self, None)\n", "", STEP),
-    Fault("waits for each other are not noticed", EXCLUSIVE, "            _expect_no_cycle(wanted, {*mine})\n", "", ("each-other",)),
+    Fault("the claim is not released", EXCLUSIVE, "                _claimed.pop(self, None)\n", "", STEP),
+    Fault("a cycle of waits is not detected", EXCLUSIVE, "            _expect_no_cycle(wanted, {*mine})\n", "", ("each-other",)),
     Fault("a wait is recorded after the check of both", EXCLUSIVE, "            _waits[get_ident()] = mine, wanted\n", "", ("each-other",)),
     Fault("the lock of the generators is not among the waits", GENERATORS, "holding(_GENERATORS, _lock)", "_lock", ("pipe-in-a-block",)),
     Fault("close does not wait for a run", "gpipe._gpipe", "        with self._workers.section.entered():\n            self._workers.close()",
@@ -146,14 +147,14 @@ FAULTS = [
     # attention
     Fault("attentions do not wait for other choices", ATTENTION, "            while self._running and self._now != kernels:\n                self._changed.wait()\n",
           "", ("attentions",)),
-    Fault("the end of an attention wakes nobody", ATTENTION, "                self._changed.notify_all()\n", "                pass\n", ("attentions",)),
+    Fault("the end of an attention wakes no waiting thread", ATTENTION, "                self._changed.notify_all()\n", "                pass\n", ("attentions",)),
     Fault("an attention checks only once", ATTENTION, "            while self._running and self._now", "            if self._running and self._now",
           ("attentions",)),
     Fault("an interrupted attention does not end its turn", ATTENTION,
           "            finally:  # again after an interrupt, because other choices would otherwise wait forever\n                self._end(turn)",
           "            finally:\n                pass", ("attentions",)),
     # the forward of a model
-    Fault("the forward does not say that it has stopped", FORWARD, "        self._stopped.release()\n        self._go.acquire()",
+    Fault("the forward does not report that it has stopped", FORWARD, "        self._stopped.release()\n        self._go.acquire()",
           "        self._go.acquire()", MODEL),
     Fault("the worker does not wait for the forward", FORWARD, "            self._go.release()\n            self._stopped.acquire()\n            self._work, ",
           "            self._go.release()\n            self._work, ", MODEL),
@@ -161,7 +162,7 @@ FAULTS = [
           "        self._stopped.release()", MODEL),
     Fault("is over is set after the worker was woken", FORWARD, "            self._is_over = True\n            self._stopped.release()",
           "            self._stopped.release()\n            self._is_over = True", ("failure-in-one-stage",)),
-    Fault("a forward that failed does not say so", FORWARD, "            self._is_over = True\n            self._stopped.release()",
+    Fault("a failed forward does not report its end", FORWARD, "            self._is_over = True\n            self._stopped.release()",
           "            self._is_over = True", MODEL),
     Fault("an abandoned forward is not woken", FORWARD, "            while not self._is_over:  # again if the model catches the exception and continues\n                self._go.release()\n                self._stopped.acquire()\n",
           "", ("failure-in-last-block",)),
@@ -198,7 +199,7 @@ def planted_source(fault: Fault) -> tuple[Path, str]:
 
 
 def explored(fault: Fault) -> int:
-    """Explore the scenarios of a fault, first a few orders and failures of each; return the status."""
+    """Explore the scenarios of a fault, first with few orders and failures of each. Return the status."""
     explorer = importlib.import_module("packages.gpipe.tests.interleavings.__main__")
     return int(any(explorer.main([*fault.scenarios, "--most", most]) for most in ("40", "250")))
 
@@ -207,13 +208,13 @@ SUITE = [f"packages/gpipe/tests/{each}" for each in ("engine", "transport", "mod
 
 
 def tested(fault: Fault) -> int:
-    """Run the tests with real threads until one fails or hangs; return the status."""
+    """Run the tests with real threads until one fails or hangs. Return the status."""
     options = ["-x", "-q", "--timeout=60", "--timeout-method=thread", "-p", "no:cacheprovider"]
     return int(pytest.main([*options, *SUITE, "--ignore=packages/streams/tests/test_interleavings.py"]))
 
 
 def notice(fault: Fault, work: Callable[[Fault], int]) -> tuple[bool, str]:
-    """Whether ``work`` notices a fault, and the last line that it prints.
+    """Return whether ``work`` notices a fault, and the last line that it prints about an error.
 
     It runs in a fork of this process, which has imported torch but none of our packages.
     """
@@ -244,7 +245,7 @@ def notice(fault: Fault, work: Callable[[Fault], int]) -> tuple[bool, str]:
     timer.cancel()
     lines = [each for each in text.splitlines() if each and not each.startswith(" ")]
     errors = [each for each in lines if "Error" in each or "Interrupt" in each]
-    # A process that takes too long was killed, and has noticed nothing.
+    # A process that took too long was killed, and does not count as having noticed the fault.
     return os.WIFEXITED(status) and status != 0, (errors or lines or ["nothing"])[-1]
 
 

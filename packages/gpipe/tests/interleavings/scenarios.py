@@ -1,4 +1,4 @@
-"""A pipe, a step in any order of events, perhaps with a failure, and everything that must be true afterwards."""
+"""Run a step of a pipe in any order of events, perhaps with a failure, and check the state that it leaves."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ class Point(nn.Module):
     """The identity. In its forward and its backward, threads may be switched, and a failure may be injected.
 
     The program fails if two threads are in it at once, if it is called in the turn of a different stage, or while its
-    pipe does nothing: see :func:`running`.
+    pipe is not running: see :func:`running`.
 
     Args:
+        name: its name in events.
         stage: the index of its stage; None if there is no pipe.
-        backward: False so that the backward can be split into inputs and weights.
+        backward: whether there is a point in the backward. Without it, the backward can be split.
 
     Attributes:
         inside: the number of threads in it.
@@ -71,7 +72,7 @@ class Point(nn.Module):
 
 @contextmanager
 def running(pipe: nn.Module) -> Iterator[None]:
-    """Expect that the layers of ``pipe`` are computed only inside a ``with`` block."""
+    """Expect the layers of ``pipe`` to run only inside a ``with`` block."""
     own = [each for each in pipe.modules() if isinstance(each, Point)]
     for each in own:
         each.is_at_rest = False
@@ -84,7 +85,7 @@ def running(pipe: nn.Module) -> Iterator[None]:
 
 
 def expect(is_right: bool, message: str) -> None:
-    """Let the program fail unless ``is_right``, even if a pipe catches or hides the error."""
+    """Make the program fail unless ``is_right``, even if a pipe catches or hides the error."""
     if not is_right and active:
         active[-1].report(AssertionError(message))
 
@@ -94,9 +95,10 @@ def is_scheduled() -> bool:
 
 
 def point(name: str, *, pause: bool = False) -> None:
-    """Let threads be switched, and a failure be injected.
+    """Allow a switch of threads, and an injected failure.
 
     Args:
+        name: the name of the event.
         pause: whether a switch costs no preemption. An exploration then tries it first.
     """
     if is_scheduled():
@@ -107,13 +109,13 @@ class Scenario(NamedTuple):
     """A program that trains a pipe for one step in any order, checks the pipe, and trains a second step.
 
     Attributes:
-        model: creates the model; equal in each call.
+        model: a function that creates the model, with the same parameters in each call.
         schedule: the schedule of ``step``; None for a call and its backward; "evaluate" for an evaluation.
         options: the arguments of the pipe.
-        threads: whether the pipe has threads; else it is inline.
+        inline: whether the pipe runs inline, without threads.
         loss_fn: the loss of a step.
         count: the number of rows.
-        draws: whether layers draw random numbers; then a step is compared with one of an inline pipe.
+        draws: whether layers use random numbers. If so, a step is compared with a step of an inline pipe.
     """
 
     name: str
@@ -142,7 +144,7 @@ class Scenario(NamedTuple):
         except (InjectedError, KeyboardInterrupt) as error:
             failure = type(error)
         expect_nothing_left(pipe)
-        if failure is None or self.schedule is not None:  # else as after a failed backward of a plain model
+        if failure is None or self.schedule is not None:  # otherwise, as after a failed backward of a plain model
             expect_gradients(pipe, expected, failed=failure is not None)
         assert list((first._backward_hooks or {}).values()) == [calls.append], "a hook is lost"
         calls.clear()
@@ -160,7 +162,7 @@ class Scenario(NamedTuple):
         return {"devices": ["cpu"] * len(self.balance), "chunks": 2, "checkpoint": "never", **self.options}
 
     def drawn(self) -> dict[str, Tensor | None]:
-        """The gradients of a step of an inline pipe."""
+        """Return the gradients of a step of an inline pipe."""
         model, _ = plain(self.model, self.schedule, self.loss_fn, self.count)
         with certain():
             pipe = GPipe(copy.deepcopy(model), list(self.balance), **self.pipe_options())
@@ -178,7 +180,7 @@ class Scenario(NamedTuple):
 
 
 def close(pipe: GPipe) -> None:
-    """Close ``pipe``, again after an interrupt."""
+    """Close ``pipe``, and repeat this after an interrupt."""
     try:
         pipe.close()
     except KeyboardInterrupt:
@@ -188,7 +190,7 @@ def close(pipe: GPipe) -> None:
 
 @contextmanager
 def certain() -> Iterator[None]:
-    """Inject nothing inside a ``with`` block, and let threads go on in the default order."""
+    """Inject nothing inside a ``with`` block, and run threads in the default order."""
     if not active:
         yield
         return
@@ -198,7 +200,7 @@ def certain() -> Iterator[None]:
 
 @contextmanager
 def certain_until() -> Iterator[Callable[[], None]]:
-    """Like :func:`certain`, until the function is called that this returns. It explores only the events after that."""
+    """Do the same as :func:`certain` until the yielded function is called. Only events after that are explored."""
     with ExitStack() as scope:
         scope.enter_context(certain())
         yield scope.close
@@ -213,7 +215,7 @@ class _Default:
 def plain(
     model: Callable[[], nn.Module], schedule: str | None, loss_fn: Callable[..., Any], count: int
 ) -> tuple[nn.Module, dict[str, Tensor | None]]:
-    """A model, without gradients, and the gradients of a step of it."""
+    """Return a model without gradients, and the gradients of one of its steps."""
     found = model()
     if schedule != "evaluate":
         trained(found, rows(count), None, loss_fn)
@@ -223,7 +225,7 @@ def plain(
 
 
 def expect_gradients(pipe: nn.Module, expected: dict[str, Tensor | None], *, failed: bool) -> None:
-    """After a failure there are no gradients, or, if the interrupt came late, all of them."""
+    """Expect these gradients. After a failure, all of them may be None instead."""
     actual = {name: parameter.grad for name, parameter in pipe.named_parameters()}
     if failed and all(gradient is None for gradient in actual.values()):
         return
@@ -232,7 +234,7 @@ def expect_gradients(pipe: nn.Module, expected: dict[str, Tensor | None], *, fai
 
 
 def expect_nothing_left(pipe: GPipe) -> None:
-    """No lock is held, no state of this thread is changed, and no tensor of the pipe has a guard or hook of a run."""
+    """Expect that no lock is held, and that no state of a run is left in this thread or in the modules of the pipe."""
     assert torch.is_grad_enabled()
     assert not torch.is_inference_mode_enabled()
     assert not is_intercepting()
@@ -251,20 +253,20 @@ def locks() -> list[Any]:
 
 def assert_no_threads() -> None:
     tasks = active[-1].tasks[1:] if active else []
-    # A thread that Python has forgotten ends by itself, or the scheduler reports it after the program.
+    # A thread that Python has forgotten still ends, or else the scheduler reports it after the program.
     left = [task.name for task in tasks if not task.is_done and not getattr(task.thread, "is_forgotten", False)]
     assert not left, f"threads are left after close(): {left}"
 
 
 @contextmanager
 def fast() -> Iterator[None]:
-    """List the operations of torch once instead of for each pipe."""
+    """List the operations of torch once instead of once per pipe."""
     with patch.object(_operations._torch, "operation_names", lru_cache(_operations._torch.operation_names)):
         yield
 
 
 def line(name: str, found: Interleaving, injections: int) -> str:
-    """The command that repeats a run."""
+    """Return the command that repeats a run."""
     indices = [*found.indices]
     while len(indices) > 1 and not indices[-1]:
         indices.pop()  # the default
@@ -273,7 +275,7 @@ def line(name: str, found: Interleaving, injections: int) -> str:
 
 
 def model_of(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
-    """A function that creates a model, the same in every call."""
+    """Return a function that creates a model, with the same parameters in each call."""
 
     def create() -> nn.Sequential:
         with torch.random.fork_rng(devices=[]):
@@ -284,7 +286,7 @@ def model_of(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
 
 
 def points(stages: int, *, backward: bool = True) -> Callable[[], nn.Sequential]:
-    """For each stage a linear layer and a point."""
+    """Return a function that creates a model with a linear layer and a point per stage."""
     layers: list[Callable[[], nn.Module]] = []
     for j in range(stages):
         layers += [linear, lambda j=j: Point(f"stage {j}", j, backward=backward)]  # type: ignore[misc]

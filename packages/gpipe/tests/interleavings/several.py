@@ -1,4 +1,4 @@
-"""Programs with several callers or several pipes, and pipes that are closed or freed by other threads."""
+"""Programs with several callers or several pipes, or with pipes that other threads close or free."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from .scenarios import (
 
 
 def together(*works: Callable[[], Any]) -> list[Any]:
-    """Run works in this thread and others; return what each returns or raises."""
+    """Run the first of ``works`` in this thread and the others in new ones. Return their results or exceptions."""
     outcomes: list[Any] = [None] * len(works)
     ended = [waiting.Event() for _ in works]
 
@@ -56,14 +56,14 @@ def together(*works: Callable[[], Any]) -> list[Any]:
 
     threads = [waiting.Thread(target=run, args=[k]) for k in range(1, len(works))]
     for thread in threads:
-        with suppress(KeyboardInterrupt):  # it is started before it can be interrupted
+        with suppress(KeyboardInterrupt):  # the thread has started before it can be interrupted
             thread.start()
     run(0)
     for wait in [*(each.wait for each in ended[1:]), *(thread.join for thread in threads)]:
         with suppress(KeyboardInterrupt):
             wait()
             continue
-        wait()  # it was interrupted
+        wait()  # again after an interrupt
     return outcomes
 
 
@@ -74,7 +74,7 @@ def new_pipe(model: nn.Module, balance: tuple[int, ...] = (2, 2), **options: Any
 
 
 def expect_right(*pipes: GPipe, model: Callable[[], nn.Module], schedule: str | None) -> None:
-    """The next step of each pipe has the gradients of the plain model."""
+    """Expect the next step of each pipe to have the gradients of the plain model."""
     _, expected = plain(model, None, squares, 4)
     for pipe in pipes:
         pipe.zero_grad()
@@ -88,7 +88,7 @@ def expect_right(*pipes: GPipe, model: Callable[[], nn.Module], schedule: str | 
 
 
 def expect_injected(outcomes: list[Any]) -> int:
-    """How many failed; any other error is raised."""
+    """Return the number of injected failures and interrupts. Raise any other error."""
     failed = [each for each in outcomes if isinstance(each, BaseException)]
     for each in failed:
         if not isinstance(each, (InjectedError, KeyboardInterrupt)):
@@ -97,7 +97,7 @@ def expect_injected(outcomes: list[Any]) -> int:
 
 
 def two_callers(schedule: str | None, other: str | None) -> None:
-    """Two threads train the same pipe. Gradients of both are added."""
+    """Train the same pipe in two threads. Their gradients are added."""
     create = points(2)
     model, expected = plain(create_2, None, squares, 4)
     del create
@@ -117,22 +117,22 @@ create_4 = points(4)
 
 
 def two_pipes(schedule: str | None) -> None:
-    """Two threads train two pipes with different models."""
+    """Train two pipes, each in its own thread."""
     model, expected = plain(create_2, None, squares, 4)
     pipes = [new_pipe(copy.deepcopy(model)) for _ in range(2)]
     outcomes = together(*(lambda pipe=pipe: trained(pipe, rows(4), schedule) and None for pipe in pipes))
     for pipe, outcome in zip(pipes, outcomes, strict=True):
         failed = expect_injected([outcome]) > 0
-        if not failed or schedule is not None:  # else as after a failed backward of a plain model
+        if not failed or schedule is not None:  # otherwise, as after a failed backward of a plain model
             expect_gradients(pipe, expected, failed=failed)
     expect_nothing_left(pipes[0])
     expect_right(*pipes, model=create_2, schedule=schedule)
 
 
 def shared_parameters() -> None:
-    """Two threads train two pipes of the same layers with different data; the second one may raise an error.
+    """Train two pipes of the same layers in two threads with different data. One of them may raise an error.
 
-    A hook receives the complete gradient of one of the steps. The last layer lets the other thread go on.
+    A hook receives the complete gradient of one of the steps. The other thread may continue in the last layer.
     """
     model, expected = plain(create_2, None, squares, 4)
     layers = [*copy.deepcopy(model), Pauses()]
@@ -158,7 +158,7 @@ def shared_parameters() -> None:
 
 
 class Pauses(nn.Module):
-    """The identity, in which other threads may go on without a preemption."""
+    """The identity, in which other threads may continue without a preemption."""
 
     def forward(self, x: Tensor) -> Tensor:
         point("a pause", pause=True)
@@ -172,7 +172,7 @@ def plain_gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
 
 
 class Around(nn.Module):
-    """A layer that calls a pipe, or any other module, that is not its submodule."""
+    """A layer that calls a pipe or a different module, without having it as a submodule."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class Around(nn.Module):
 
 
 def nested() -> None:
-    """A layer calls a pipe."""
+    """Train a pipe with a layer that calls a pipe."""
     model, _ = plain(create_2, None, squares, 4)
     inner = new_pipe(copy.deepcopy(model))
     outer = new_pipe(nn.Sequential(linear(), linear(), Around(inner), linear()))
@@ -197,7 +197,7 @@ def nested() -> None:
 
 
 def nested_and_inner() -> None:
-    """A thread trains a pipe with a layer that calls a pipe, which another thread trains."""
+    """Train a pipe with a layer that calls a pipe, while another thread trains the inner pipe."""
     model, _ = plain(create_2, None, squares, 4)
     inner = new_pipe(copy.deepcopy(model))
     outer = new_pipe(nn.Sequential(linear(), linear(), Around(inner), linear()))
@@ -212,7 +212,7 @@ def nested_and_inner() -> None:
 
 
 def each_other() -> None:
-    """Two threads run two pipes, whose layers call the other pipe: one of them has to raise instead of waiting."""
+    """Run two pipes whose layers call the other pipe in two threads. One of them must raise instead of waiting."""
     first, second = Around(None), Around(None)
     pipes = [new_pipe(nn.Sequential(linear(), linear(), each, linear())) for each in (first, second)]
     calls = [0, 0]
@@ -237,7 +237,7 @@ def each_other() -> None:
 
 
 def pipe_in_a_block() -> None:
-    """A block of a model calls a pipe, while no other block may draw, and another thread runs that pipe."""
+    """Call a pipe in a block of a model, which locks the RNGs, while another thread runs the inner pipe."""
     options = {"blocks": ["layers.0", "layers.1"]}
     inner = new_pipe(Row(linear(), linear()), (1, 1), **options)
     outer = new_pipe(Row(linear(), Around(inner)), (1, 1), **options)
@@ -255,7 +255,7 @@ def evaluate(pipe: GPipe) -> None:
 
 
 def closed_during_a_step() -> None:
-    """A thread closes a pipe while another one trains it."""
+    """Close a pipe while another thread trains it."""
     model, expected = plain(create_2, None, squares, 4)
     pipe = new_pipe(copy.deepcopy(model))
     outcomes = together(lambda: trained(pipe, rows(4), "1f1b") and None, pipe.close)
@@ -266,7 +266,7 @@ def closed_during_a_step() -> None:
 
 
 class Announces(nn.Module):
-    """The identity; says that it has begun, and lets other threads go on."""
+    """The identity. It sets ``begun``, and other threads may continue in it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -279,7 +279,7 @@ class Announces(nn.Module):
 
 
 def closed_while_computing(pipe: GPipe, announces: Announces) -> None:
-    """A thread closes a pipe while a layer of it is computed. It waits for the run, and then no thread is left."""
+    """Close a pipe while one of its layers runs. This waits for the run, and leaves no thread."""
     _, expected = plain(create_2, None, squares, 4)
 
     def step() -> None:
@@ -287,7 +287,7 @@ def closed_while_computing(pipe: GPipe, announces: Announces) -> None:
             with running(pipe):
                 trained(pipe, rows(4), "1f1b")
         finally:
-            announces.begun.set()  # a step that was interrupted may not have called the layer
+            announces.begun.set()  # an interrupted step may not have called the layer
 
     def close_later() -> None:
         announces.begun.wait()
@@ -314,7 +314,7 @@ def closed_while_computing_blocks() -> None:
 
 
 def freed_between_forward_and_backward() -> None:
-    """The pipe is freed while its output lives on; its threads end by themselves."""
+    """Free a pipe before the backward of its output. Its threads end without ``close()``."""
     model, expected = plain(create_2, None, squares, 4)
     own = copy.deepcopy(model)
     pipe = new_pipe(own)
@@ -333,7 +333,7 @@ def freed_between_forward_and_backward() -> None:
 
 
 def dropped_by_another_thread() -> None:
-    """The last reference to a pipe is dropped by a thread that has never used it, while another pipe trains."""
+    """Drop the last reference to a pipe in a thread that has never used it, while another pipe trains."""
     model, expected = plain(create_2, None, squares, 4)
     dropped = [new_pipe(copy.deepcopy(model))]
     with certain():
@@ -345,14 +345,14 @@ def dropped_by_another_thread() -> None:
 
 
 class Draws(nn.Module):
-    """Draws from torch's generator."""
+    """A layer that uses torch's RNG."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.rand_like(x)
 
 
 class DrawsLater(Draws):
-    """Draws from the second micro-batch on."""
+    """A layer that uses torch's RNG from the second micro-batch on."""
 
     is_later = False
 
@@ -365,7 +365,7 @@ noisy = model_of(linear, Draws, linear, Draws)
 
 
 def nested_draws() -> None:
-    """A layer of the last stage calls a pipe whose layers draw, while the first stage draws for the first time."""
+    """Call a pipe with random layers in the last stage, while the first stage uses the RNG for the first time."""
     inner = new_pipe(noisy(), devices=[torch.device("cpu", 0)] * 2)
     outer = new_pipe(nn.Sequential(linear(), DrawsLater(), Around(inner), linear()))
     torch.manual_seed(7)
@@ -377,7 +377,7 @@ def nested_draws() -> None:
 
 
 def seeds_of_nested_runs() -> None:
-    """A nested run takes its seed from a cell of the outer run, while another stage of the outer run draws, too."""
+    """Seed a nested run from a cell of the outer run, while another stage of the outer run also uses the RNG."""
     outer = RunRNG()
     first, last = CellRNG(outer, 1, 0, torch.device("cpu")), CellRNG(outer, 0, 1, torch.device("cpu"))
     with doing(rng=last):
@@ -387,7 +387,7 @@ def seeds_of_nested_runs() -> None:
 
 
 def seeds_of_two_stages() -> None:
-    """Two stages draw for the first time at once, but a run takes only one number from the generator."""
+    """Use the RNG in two stages for the first time at once. The run takes only one seed."""
     torch.manual_seed(7)
     run = RunRNG()
     first, second = together(lambda: run.seed, lambda: run.seed)
@@ -396,7 +396,7 @@ def seeds_of_two_stages() -> None:
 
 
 def attentions() -> None:
-    """Threads that choose different kernels take turns; each computes with its own choice."""
+    """Choose different attention kernels in several threads. They take turns, and each uses its own choice."""
     of_process = attention_settings()
     choices = [(not of_process[0], *of_process[1:]), of_process, (not of_process[0], *of_process[1:])]
 
@@ -412,9 +412,10 @@ def attentions() -> None:
 
 
 class Fails(nn.Module):
-    """Fails in the forward of one micro-batch.
+    """The identity, which fails in the forward of one micro-batch.
 
     Args:
+        microbatch: the index of the micro-batch.
         before: called before the failure.
         kind: the class of the error.
     """
@@ -435,7 +436,7 @@ class Fails(nn.Module):
 
 
 class Meeting:
-    """Lets each of two threads go on when the other one has arrived, or after some time."""
+    """Makes each of two threads wait until the other one has arrived, or a timeout has passed."""
 
     def __init__(self) -> None:
         self._arrived = [waiting.Semaphore(0), waiting.Semaphore(0)]
@@ -446,11 +447,12 @@ class Meeting:
 
 
 def two_failures(stages: int, second: int, *, meet: bool = True) -> None:
-    """Two layers fail. The error is the one that is first in the schedule, whichever happens first.
+    """Make two layers fail. The error that is first in the schedule is raised, even if it occurs later.
 
     Args:
-        second: the stage of the layer that is first in the schedule, after the first stage.
-        meet: whether both layers are computed at the same time, so that both failures are known.
+        stages: the number of stages.
+        second: the stage of the layer whose failure is first in the schedule; it is not stage 0.
+        meet: whether both layers run at the same time, so that both failures are known.
     """
     meeting = Meeting()
     layers = [nn.Sequential(linear(), linear()) for _ in range(stages)]
@@ -466,7 +468,7 @@ def two_failures(stages: int, second: int, *, meet: bool = True) -> None:
 
 
 class Signals(nn.Module):
-    """Interrupts the main thread in its first forward."""
+    """The identity, which interrupts the main thread in its first forward."""
 
     is_on = True
 
@@ -484,7 +486,7 @@ class Signals(nn.Module):
 
 
 def pieces_of_two_threads() -> None:
-    """Pieces of forwards that use Python's generator get the same numbers as one after the other."""
+    """Run pieces of forwards that use Python's RNG in two threads. They get the same numbers as in sequence."""
 
     def numbers(run: Callable[..., list[Any]]) -> tuple[list[Any], Any]:
         random.seed(7)
@@ -511,7 +513,7 @@ def pieces_of_two_threads() -> None:
 def interrupted(
     stage: int, schedule: str | None, before: Callable[[], object] = lambda: None, *, is_model: bool = False
 ) -> None:
-    """A signal interrupts the caller while it waits for the stages."""
+    """Interrupt the caller by a signal while it waits for the stages."""
     create = create_row if is_model else create_2
     model, expected = plain(create, None, squares, 4)
     own, signals = copy.deepcopy(model), Signals(before)
@@ -524,26 +526,26 @@ def interrupted(
     with running(pipe):
         (outcome,) = together(lambda: trained(pipe, rows(4), schedule) and None)
     assert isinstance(outcome, (InjectedError, KeyboardInterrupt)), outcome
-    signals.is_on = False  # a step that failed may not have reached it
+    signals.is_on = False  # a failed step may not have reached the layer
     expect_nothing_left(pipe)
     expect_gradients(pipe, expected, failed=True)
     expect_right(pipe, model=create, schedule=schedule)
 
 
 def interrupted_twice(stage: int, schedule: str | None, *, is_model: bool = False) -> None:
-    """As above. An injected interrupt or failure happens after the signal."""
+    """Do the same as :func:`interrupted`, with an injected interrupt or failure after the signal."""
     with certain_until() as begin:
         interrupted(stage, schedule, begin, is_model=is_model)
 
 
 def unreadable_failure() -> None:
-    """The error of a layer cannot be explained, so that its worker fails outside a step."""
+    """Raise an error in a layer that no note can explain, so that its worker fails outside a step."""
     with certain_until() as begin:
         one_failure(1, 0, begin, UnreadableError)
 
 
 class UnreadableError(ValueError):
-    """Cannot be explained, because its message raises an error."""
+    """An error whose message raises a different error."""
 
     def __str__(self) -> str:
         raise ValueError(*self.args)
@@ -552,7 +554,7 @@ class UnreadableError(ValueError):
 def one_failure(
     stage: int, microbatch: int, before: Callable[[], object] = lambda: None, kind: type[ValueError] = ValueError
 ) -> None:
-    """A layer of a small pipe fails; other stages wait for its outputs or gradients."""
+    """Make a layer of a small pipe fail, while other stages wait for its outputs or gradients."""
     model, expected = plain(create_2, None, squares, 4)
     layers = [*copy.deepcopy(model)]
     layers[2 * stage + 1] = fails = Fails(microbatch, before, kind)
@@ -568,7 +570,7 @@ def one_failure(
 
 
 class Persistent(Row):
-    """Calls each block again if it is interrupted there, as a model does that catches every exception."""
+    """A model that calls a block again if it is interrupted there, like a model that catches all exceptions."""
 
     def forward(self, x: Any) -> Any:
         for layer in self.layers:
@@ -583,7 +585,7 @@ class Persistent(Row):
 
 
 def failure_in_a_block(block: int, schedule: str | None, kind: type[Row] = Row, **options: Any) -> None:
-    """A block of a model fails, while forwards of other micro-batches wait for their turns."""
+    """Make a block of a model fail, while the forwards of other micro-batches wait for their turns."""
     model, expected = plain(create_row, None, squares, 4)
     blocks = [*copy.deepcopy(model).layers]  # type: ignore[arg-type]
     blocks[block][1] = fails = Fails(0)
@@ -602,7 +604,7 @@ def failure_in_a_block(block: int, schedule: str | None, kind: type[Row] = Row, 
 
 
 class Counts(nn.Module):
-    """The identity; counts its calls."""
+    """The identity, which counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -614,7 +616,7 @@ class Counts(nn.Module):
 
 
 def failure_with_waiting_forwards(count: int) -> None:
-    """A block fails in the first micro-batch, when the forwards of all others wait for their turns."""
+    """Make a block fail in the first micro-batch, once the forwards of all others wait for their turns."""
     model, _ = plain(create_row, None, squares, 4)
     blocks: Any = [*copy.deepcopy(model).layers]  # type: ignore[arg-type]
     counts = Counts()

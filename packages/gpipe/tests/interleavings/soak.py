@@ -1,8 +1,8 @@
-"""Steps that succeed, fail or are interrupted, of pipes that are made, closed and dropped: nothing accumulates.
+"""Create, close and drop pipes whose steps succeed, fail or are interrupted, and check that nothing accumulates.
 
     python -m packages.gpipe.tests.interleavings.soak [--steps 20000]
 
-Signals interrupt real waits here: a timer sends SIGINT to this process.
+Real signals interrupt real waits: a timer sends SIGALRM, whose handler raises KeyboardInterrupt.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def interrupted_after(seconds: float) -> Iterator[None]:
 
 
 def step(pipe: GPipe, rng: random.Random, schedule: str | None) -> str:
-    """One step, and how it ended."""
+    """Run one step, and return its kind: right, fails, or interrupted."""
     kind = rng.choice(("right", "right", "fails", "interrupted"))
     fails[0] = kind == "fails"
     try:
@@ -76,7 +76,7 @@ def step(pipe: GPipe, rng: random.Random, schedule: str | None) -> str:
 
 
 def counts() -> tuple[int, int, float]:
-    """Threads, open files, and the peak of memory in MiB."""
+    """Return the number of threads, the number of open files, and the peak memory in MiB."""
     gc.collect()
     return (
         threading.active_count(),

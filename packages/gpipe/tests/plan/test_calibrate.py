@@ -1,4 +1,4 @@
-"""Which ways to train are tried, and that the one is taken which was fastest then."""
+"""Calibration: which candidates are tried, and which of them is chosen."""
 
 from collections.abc import Callable
 from random import Random
@@ -18,7 +18,7 @@ from ..plans import few, measurements, space_of
 
 
 def steps_off_by(seed: int, share: float, log: dict[object, Candidate]) -> Callable[[Candidate], list[float]]:
-    """Every way takes what its costs say, more or less a share that it alone has."""
+    """Return trials whose steps deviate from their predicted time by up to ``share``, at random per candidate."""
 
     def tried(candidate: Candidate) -> list[float]:
         log[candidate.key] = candidate
@@ -29,9 +29,8 @@ def steps_off_by(seed: int, share: float, log: dict[object, Candidate]) -> Calla
 
 @settings(few, max_examples=15)
 @given(measurements(), st.integers(0, 99), st.sampled_from([0.0, 0.05, 0.15]), st.floats(0.3, 2))
-def test_of_those_that_fit_and_were_tried_the_fastest_is_taken_and_its_seconds_are_those_of_its_steps(
-    measured: Measured, seed: int, share: float, room: float
-):
+def test_fastest_of_the_tried_candidates_is_chosen(measured: Measured, seed: int, share: float, room: float):
+    """Only candidates that fit are tried. The chosen one is the fastest up to ``CLOSE``, and gets its measured time."""
     space, log = space_of(measured), dict[object, Candidate]()
     best = search([space])[0]
     space = space_of(measured, round(room * best.fullest))

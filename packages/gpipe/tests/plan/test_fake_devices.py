@@ -1,4 +1,4 @@
-"""Plans for devices that are not there: which stages are searched, links, bytes, and who does what."""
+"""Plans for hypothetical devices: the stages to search, links, speeds, bytes, and arguments for ranks."""
 
 import re
 from dataclasses import replace
@@ -37,7 +37,7 @@ WIDTH, ROWS = 2**13, 64
 
 
 def large(layers: int = 8) -> nn.Sequential:
-    """Layers of 256 MiB each, without data."""
+    """Return layers of 256 MiB each on ``meta``."""
     with torch.device("meta"):
         return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
 
@@ -52,19 +52,19 @@ def example() -> Plan:
 
 
 @given(counts, st.integers(1, 20))
-def test_stages_are_searched_on_all_devices_that_have_a_layer(count: int, layers: int) -> None:
+def test_search_uses_at_most_one_device_per_layer(count: int, layers: int) -> None:
     devices = f"{count}x80GB"
     places = read_places(devices, read_fake(devices), layers)
     assert places == [torch.device("meta")] * min(count, layers)
     found = read_placements(devices, places, layers, None, Host())
-    # Two stages on each of several devices in loops and in a V, if there are so many layers, and one.
+    # One stage per device. With enough layers for two stages on each of several devices, also loops and a V.
     assert len(found) == (3 if 1 < len(places) <= layers // 2 else 1)
     assert all({*placement} == {*range(len(places))} for placement in found)
 
 
 @few
 @given(measurements(most_layers=4), st.integers(1, 4), st.floats(1e3, 1e6))
-def test_no_placement_is_much_faster(measured: Measured, count: int, bandwidth: float) -> None:
+def test_no_placement_is_much_faster_than_the_plan(measured: Measured, count: int, bandwidth: float) -> None:
     devices = f"{count}x80GB"
     fake = read_fake(devices, bandwidth)
     assert fake is not None
@@ -81,17 +81,17 @@ def test_no_placement_is_much_faster(measured: Measured, count: int, bandwidth: 
     assert found[0].seconds <= least * 1.12 * (1 + NEAR)
 
 
-def test_what_is_sent_takes_the_time_of_the_link() -> None:
+def test_hop_time_is_latency_plus_bytes_over_bandwidth() -> None:
     found = made("2x80GB", chunks=1, schedule="1f1b", bandwidth="1GB", latency=0.5)
     assert found.hops == (0.0, 0.5 + ROWS * WIDTH * 4 / 1e9)
 
 
-def test_nothing_fits_anywhere() -> None:
+def test_infeasible_names_hypothetical_device_and_changes() -> None:
     with pytest.raises(Infeasible, match=r"device \d \(fake 300MB\) has .* what would fit: "):
         made("4x300MB")
 
 
-def test_bytes_are_those_of_the_layers_of_a_device(example: Plan) -> None:
+def test_bytes_match_the_layers_of_each_device(example: Plan) -> None:
     assert set(example.devices) == {"fake 3GB"}
     sizes = [0] * 4
     for place, size in zip(example.placement, example.balance, strict=True):
@@ -103,13 +103,13 @@ def test_bytes_are_those_of_the_layers_of_a_device(example: Plan) -> None:
     assert Plan.from_json(example.to_json()) == example
 
 
-def test_a_step_is_of_all_rows(example: Plan) -> None:
+def test_step_covers_the_full_mini_batch(example: Plan) -> None:
     assert example.rows == ROWS
     assert example.predicted.throughput == pytest.approx(ROWS / example.predicted.seconds.mid)
     assert example.predicted.seconds.mid == pytest.approx(example.timeline.makespan)
 
 
-def test_a_plan_builds_on_devices_that_are_there() -> None:
+def test_hypothetical_plan_builds_on_real_devices() -> None:
     layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     found = plan(layers, torch.zeros(8, 4), "4x1GB")
     pipe = found.build(layers, devices=["cpu"] * len(found.devices))
@@ -118,13 +118,13 @@ def test_a_plan_builds_on_devices_that_are_there() -> None:
     pipe.close()
 
 
-def test_a_layer_that_refuses_a_single_row() -> None:
+def test_batch_norm_gets_at_least_two_rows() -> None:
     layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     found = plan(layers, torch.zeros(8, 4), "2x1GB")
     assert all(each.chunks < 8 for each in (found, *found.alternatives))
 
 
-def test_arguments_for_ranks_are_those_of_the_plan(example: Plan) -> None:
+def test_rank_arguments_match_the_plan(example: Plan) -> None:
     read = Plan.from_json(example.to_json())
     assert read.rank_arguments == {
         "balance": example.balance,
@@ -137,7 +137,7 @@ def test_arguments_for_ranks_are_those_of_the_plan(example: Plan) -> None:
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
-def test_processes_that_do_as_planned_train_the_model(worlds: Any) -> None:
+def test_ranks_built_from_plan_match_plain_model(worlds: Any) -> None:
     found = plan(small(), torch.zeros(16, 16), "4x14kB", chunks=2)
     worlds(4).run(_expect_as_the_model, found.to_json())
 
@@ -167,7 +167,7 @@ def _expect_as_the_model(text: str) -> None:
         ({"bandwidth": 2, "latency": 3}, Link(3, 2)),
     ],
 )
-def test_links(options: dict[str, Any], link: Link) -> None:
+def test_links_from_bandwidth_and_latency(options: dict[str, Any], link: Link) -> None:
     fake = read_fake("2x80GB", **options)
     assert fake is not None
     assert fake.links == ((Link(), link), (link, Link()))
@@ -189,8 +189,8 @@ def test_devices_as_text(devices: Any, names: list[str], memory: list[int]) -> N
 
 
 @pytest.mark.parametrize("devices", [["8GB", "4GB"], ["4GB", "8GB"]])
-def test_the_larger_of_two_devices_gets_what_it_has_room_for(devices: list[str]) -> None:
-    """Its place is by its memory: under 1F1B, the first stage holds more micro-batches."""
+def test_larger_device_holds_more(devices: list[str]) -> None:
+    """Devices are ordered by memory, because the first stage has more micro-batches in flight under 1F1B."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, device="meta") for _ in range(16)))
     found = plan(model, torch.zeros(ROWS, WIDTH, device="meta"), devices, optimizer="sgd")
     sizes = dict(zip(found.devices, found.predicted.bytes, strict=True))
@@ -200,7 +200,7 @@ def test_the_larger_of_two_devices_gets_what_it_has_room_for(devices: list[str])
 
 
 @pytest.mark.parametrize(("speeds", "share"), [([1, 1], 1 / 2), ([3, 1], 3 / 4), ([1, 3], 3 / 4), ([1, 0.5], 2 / 3)])
-def test_a_faster_device_gets_more_layers(speeds: list[float], share: float) -> None:
+def test_faster_device_gets_more_layers(speeds: list[float], share: float) -> None:
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, device="meta") for _ in range(12)))
     x = torch.zeros(256, WIDTH, device="meta")
     found = plan(model, x, ["81GB", "82GB"], speeds=speeds, chunks=16, schedule="1f1b", optimizer="sgd")
@@ -212,15 +212,15 @@ def test_a_faster_device_gets_more_layers(speeds: list[float], share: float) -> 
     assert [note for note in found.notes if "relative speeds" in note] == [] or speeds != [1, 1]
 
 
-def test_kinds_of_devices_have_their_own_speeds() -> None:
+def test_device_names_imply_speeds() -> None:
     found = plan(large(12), torch.zeros(4096, WIDTH, device="meta"), ["A100", "H100"], chunks=8, schedule="1f1b")
     sizes = dict(zip(found.devices, found.sizes, strict=True))
     assert sizes["fake H100"] > sizes["fake A100"]
 
 
 @pytest.mark.parametrize("speeds", [[1.0, 0.5], [1.0, 2.0], [1.0, 1.0]])
-def test_gpus_that_differ_are_measured(speeds: list[float]) -> None:
-    """And layers that were measured on a slow one count as on the first."""
+def test_speeds_of_different_gpus_are_measured(speeds: list[float]) -> None:
+    """Times of layers measured on a slower GPU are scaled to the first GPU."""
     devices = [torch.device("cuda", k) for k in range(2)]
     with (
         mock.patch.object(_speeds, "_kind", side_effect=lambda device: f"GPU {speeds[device.index]}"),
@@ -257,7 +257,7 @@ def test_gpus_that_differ_are_measured(speeds: list[float]) -> None:
         ({"chunks": 65}, ValueError, "chunks: expected numbers from 1 to 64"),
     ],
 )
-def test_what_is_wrong_is_named_before_anything_is_counted(
+def test_invalid_arguments_raise_before_anything_is_measured(
     wrong: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gpipe._plan._make.measure", None)
@@ -265,7 +265,8 @@ def test_what_is_wrong_is_named_before_anything_is_counted(
         made(**wrong)
 
 
-def test_weights_that_are_packed_when_they_arrive_have_no_size_before() -> None:
+def test_meta_weights_packed_on_loading_raise() -> None:
+    """Their size is unknown until they are packed."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(6, 6), InRows())
     with pytest.raises(ValueError, match=r"model: '1\.weight' is a Rows on 'meta'.*from_pretrained"):
@@ -282,7 +283,7 @@ def test_weights_that_are_packed_when_they_arrive_have_no_size_before() -> None:
 )
 @also([1024, 128, 1024, 1024, 128, 512], 2.0, True)
 @also([128, 512, 512, 512], 2.0, False)
-def test_parameters_on_the_host_are_suggested_where_they_fit(widths: list[int], share: float, is_free: bool) -> None:
+def test_offload_is_suggested_only_if_it_fits(widths: list[int], share: float, is_free: bool) -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
     size = sum(parameter.nbytes for parameter in model.parameters())
@@ -295,7 +296,7 @@ def test_parameters_on_the_host_are_suggested_where_they_fit(widths: list[int], 
 
 
 def test_devices_without_a_layer_are_not_used() -> None:
-    """Nor is what is known of them, of hypothetical devices and of real ones."""
+    """Their speed and memory limit are ignored as well, for hypothetical and for real devices."""
     layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     x, loss = torch.zeros(8, 8), {"loss_fn": torch.sum, "reduction": "sum", "calibrate": False, "chunks": 2}
     found = plan(layers, x, ["24GB", "12GB", "6GB"], speeds=[1, 0.5, 0.25], memory=["1GB", "2GB", "3GB"], **loss)
@@ -307,14 +308,14 @@ def test_devices_without_a_layer_are_not_used() -> None:
 
 
 @pytest.mark.parametrize("devices", ["24GB", "1x24GB", ["24GB"], iter(["24GB"])])
-def test_a_single_device(devices: Any) -> None:
+def test_single_device(devices: Any) -> None:
     found = plan(
         nn.Sequential(nn.Linear(8, 8)), torch.zeros(8, 8), devices, loss_fn=torch.sum, reduction="sum", chunks=1
     )
     assert found.devices == ("fake 24GB",)
 
 
-def test_the_report_has_the_bytes_of_each_device_by_kind(example: Plan) -> None:
+def test_report_shows_bytes_per_device_and_kind(example: Plan) -> None:
     text = str(example)
     assert re.search(r"rows/s, devices \d+\.\d % busy", text)
     (kinds,) = [line for line in text.splitlines() if line.startswith("device ")]
@@ -331,10 +332,10 @@ def test_the_report_has_the_bytes_of_each_device_by_kind(example: Plan) -> None:
     assert [line.split()[:3] for line in text.splitlines() if "fake 3GB" in line][-1][:3] == ["3,", "fake", "3GB"]
 
 
-def test_neighbors_of_a_plan_have_the_fast_links() -> None:
+def test_neighboring_stages_use_the_fast_links() -> None:
     found = made("4x3GB", bandwidth={(0, 2): "200GB", (3, 1): "200GB", (1, 2): "1MB", (0, 1): "1MB"}, chunks=4)
     assert found.devices == ("fake 3GB",) * 4
-    # The links between other devices have 25 GB/s, so the best order is (0, 2, 3, 1), or the reverse.
+    # All other links have 25 GB/s, so the best order is (0, 2, 3, 1), or the reverse.
     assert "links send 25 to 200 GB/s" in found.notes[0]
     assert max(found.hops) < 1.5 * made("4x3GB", chunks=4).hops[1]
 
@@ -345,7 +346,7 @@ FACTS = st.fixed_dictionaries(
 
 
 @given(st.lists(st.tuples(st.sampled_from(["3GB", "2xA100", "1x 80 GiB"]), st.none() | FACTS), min_size=1, max_size=3))
-def test_what_is_said_of_a_device_is_what_the_arguments_say(said: list[tuple[str, dict[str, Any] | None]]) -> None:
+def test_facts_of_devices_equal_separate_arguments(said: list[tuple[str, dict[str, Any] | None]]) -> None:
     names, facts = read_facts([name if own is None else (name, own) for name, own in said])
     plain = read_fake([name for name, _ in said])
     fake = read_fake(names)
@@ -361,11 +362,11 @@ def test_what_is_said_of_a_device_is_what_the_arguments_say(said: list[tuple[str
     assert read_speeds(None, len(each), facts) == read_speeds(speeds, len(each))
 
 
-def test_one_device_with_its_memory_needs_no_list() -> None:
+def test_single_device_with_facts_needs_no_list() -> None:
     assert read_facts(("2x3GB", {"memory": "1GB"})) == read_facts([("2x3GB", {"memory": "1GB"})])
 
 
-def test_a_plan_for_devices_with_their_speed_and_memory() -> None:
+def test_plan_with_facts_equals_plan_with_arguments() -> None:
     given = {"optimizer": "sgd", "chunks": 8}
     pairs = made([("3GB", {"speed": 1}), ("2GB", {"speed": 0.5}), ("80GB", {"memory": "3GB"}), "3GB"], **given)
     names = ["3GB", "2GB", "80GB", "3GB"]
@@ -386,6 +387,6 @@ def test_a_plan_for_devices_with_their_speed_and_memory() -> None:
         ("2x3GB", {"bandwidth": {(0, 1): "1Gb"}}, r"bandwidth\[\(0, 1\)\]: expected bytes"),
     ],
 )
-def test_wrong_devices_and_links(devices: Any, options: dict[str, Any], message: str) -> None:
+def test_invalid_facts_and_links_raise(devices: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         made(devices, **options)

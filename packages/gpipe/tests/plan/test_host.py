@@ -1,4 +1,4 @@
-"""Plans with the parameters of stages, or what they save, on the host."""
+"""Plans that keep the parameters of stages, or their saved tensors, on the host."""
 
 from contextlib import closing
 from dataclasses import replace
@@ -47,8 +47,8 @@ def made(devices: Any = "1x200KB", **given: Any) -> Plan:
 
 
 @given(st.integers(1, 3), st.integers(2, 6), st.integers(1, 4), st.lists(st.integers(0, 99), min_size=36, max_size=36))
-def test_a_device_holds_no_more_than_is_planned(devices: int, each: int, chunks: int, sizes: list[int]) -> None:
-    """The bytes of the loaded stages at any time, under the schedule that is planned."""
+def test_planned_bytes_are_the_peak_of_loaded_stages(devices: int, each: int, chunks: int, sizes: list[int]) -> None:
+    """The peak is taken over all actions of the planned schedule."""
     placement = looped_placement(devices * each, devices)
     stages = [DeviceBytes(2 * sizes[j], sizes[j], 0, 1, 0) for j in range(len(placement))]
     buffers = [min(1, 2 * sizes[j]) for j in range(len(placement))]
@@ -65,7 +65,7 @@ def test_a_device_holds_no_more_than_is_planned(devices: int, each: int, chunks:
         assert found[k].activations == each
 
 
-def test_a_model_that_does_not_fit_is_planned_and_trains_as_planned() -> None:
+def test_offload_plan_fits_and_trains_as_planned() -> None:
     with pytest.raises(Infeasible, match=r"what would fit: .*offload=True, which keeps parameters on the host"):
         made(offload=False)
     found = made(chunks=4)
@@ -93,7 +93,7 @@ def test_a_model_that_does_not_fit_is_planned_and_trains_as_planned() -> None:
         assert (checked.bytes, checked.predicted_bytes) == ((), ())
 
 
-def test_frozen_parameters_travel_one_way() -> None:
+def test_frozen_stages_send_nothing_back_to_host() -> None:
     frozen = model().requires_grad_(False)
     frozen[-1].requires_grad_(True)
     found = plan(frozen, batch(), "1x200KB", loss_fn=squares, reduction="sum", offload=True, optimizer="adam")
@@ -103,32 +103,32 @@ def test_frozen_parameters_travel_one_way() -> None:
     assert f"on the host: {whole / 1024:.0f} KiB" in str(found)
 
 
-def test_the_seconds_of_transfers_follow_the_bandwidth() -> None:
+def test_transfer_time_follows_host_bandwidth() -> None:
     slow, fast = (made(host_bandwidth=each, chunks=1) for each in ("1MB", "1GB"))
     assert slow.predicted.seconds.mid > 100 * fast.predicted.seconds.mid
-    # Each stage but the last two is loaded twice, and what a device computes is hidden.
+    # All stages but the last two are loaded twice, and computation overlaps with the transfers.
     assert slow.predicted.seconds.mid >= (2 * LAYERS - 2 * max(slow.sizes)) * EACH / 1e6
 
 
-def test_on_devices_that_are_there_a_copy_is_trained() -> None:
+def test_offload_plan_is_calibrated_on_real_devices() -> None:
     x = batch("cpu")
     found = plan(model("cpu"), x, ["cpu:0"], loss_fn=squares, reduction="sum", offload=True, chunks=[1, 2])
     assert found.offload
     assert any(note.startswith("calibrated") for note in found.notes)
 
 
-def test_a_loss_of_all_rows_waits() -> None:
+def test_full_batch_loss_uses_looped_bfs() -> None:
     found = made(loss_fn=lambda y: y.square().sum().sqrt(), reduction=None)
     assert (found.whole_loss, found.schedule) == (True, "looped_bfs")
 
 
-def test_several_devices_have_their_stages_in_turn() -> None:
+def test_stages_are_placed_in_loops_over_devices() -> None:
     found = made("2x200KB", chunks=2)
     assert [*found.placement] == looped_placement(len(found.placement), 2)
     assert len(found.predicted.bytes) == 2
 
 
-def test_too_little_memory_of_the_host_is_told_before_the_search() -> None:
+def test_insufficient_host_memory_for_parameters_raises() -> None:
     with pytest.raises(Infeasible, match=r"the host has .*, and parameters, gradients .* need .* more") as caught:
         made(host_memory="500KB")
     needed = LAYERS * EACH * 4
@@ -136,7 +136,7 @@ def test_too_little_memory_of_the_host_is_told_before_the_search() -> None:
     assert made(host_memory=needed).offload
 
 
-def test_a_device_without_room_for_two_stages_is_told() -> None:
+def test_device_too_small_for_two_stages_raises() -> None:
     with pytest.raises(Infeasible, match="nothing fits: device 0"):
         made("1x20KB")
 
@@ -151,22 +151,22 @@ def test_a_device_without_room_for_two_stages_is_told() -> None:
         ({"devices": "4x1GB"}, ValueError, "expected at least 3 layers per device"),
     ],
 )
-def test_other_arguments_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_invalid_offload_arguments_raise(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         made(**options)
 
 
-def test_ranks_have_no_stages_on_the_host() -> None:
+def test_offload_plan_has_no_rank_arguments() -> None:
     with pytest.raises(ValueError, match="which is for one process"):
         _ = made().rank_arguments
 
 
-def test_few_layers_have_few_stages() -> None:
+def test_number_of_stages_is_limited_by_layers() -> None:
     assert [len(each) for each in looped(2, 9)] == [6, 8]
     assert looped(4, 8) == {}
 
 
-def test_an_optimizer_without_state_takes_nothing_on_the_host() -> None:
+def test_stateless_optimizer_needs_no_host_memory() -> None:
     assert f"on the host: {2 * LAYERS * EACH / 1024:.0f} KiB" in str(made(optimizer="sgd"))
 
 
@@ -177,10 +177,10 @@ def test_an_optimizer_without_state_takes_nothing_on_the_host() -> None:
     st.booleans(),
     st.data(),
 )
-def test_a_device_holds_the_cells_that_are_counted(
+def test_counted_cells_are_the_peak_with_offloads(
     schedule: str, m: int, devices: int, splits: bool, data: st.DataObject
 ) -> None:
-    """Cells on the device at any time: the memory of one that leaves is free when the next transfer is queued."""
+    """The memory of an offloaded cell is free once the next transfer is queued."""
     (placement,) = placed([schedule], devices, 2 * devices)
     j = data.draw(st.integers(0, len(placement) - 1), label="stage")
     split = [j] if splits and schedule in SPLITTING else []
@@ -210,10 +210,10 @@ def test_a_device_holds_the_cells_that_are_counted(
     st.sampled_from([1e4, 1e5, 1e6, 1e9]),
     st.sampled_from([0, 500, None]),
 )
-def test_recomputation_or_the_host_whichever_is_faster(
+def test_search_with_offload_finds_the_fastest_fit(
     measured: Measured, room: float | None, bandwidth: float, of_host: int | None
 ) -> None:
-    """Beside every mode of every stage, nothing that fits is missed or much faster, and the host's limit is kept."""
+    """Compare with every mode of every stage. The result is at most 5 % slower, and respects the host's limit."""
     measured = replace(measured, separate_memory=True, host=Host(of_host, bandwidth))
     space = replace(space_of(measured), modes=read_modes(None, separate_memory=True), chunks=(1, 4))
     every = [*everything(space)]
@@ -228,7 +228,7 @@ def test_recomputation_or_the_host_whichever_is_faster(
 
 
 def saving(device: str = "meta", pairs: int = 4) -> nn.Sequential:
-    """Layers that save more than they send."""
+    """Return layers that save more than they send to the next stage."""
     layers = [each for _ in range(pairs) for each in (nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))]
     return nn.Sequential(*layers).to(device)
 
@@ -237,10 +237,10 @@ FAST: dict[str, Any] = {
     "loss_fn": squares, "reduction": "sum", "optimizer": "sgd", "chunks": 8, "schedule": "fill_drain",
     "host_bandwidth": "10TB", "memory": "1.5MB",
 }  # fmt: skip
-"""A link to the host so fast that nothing is recomputed, and devices too small for what all micro-batches save."""
+"""The link to the host is so fast that nothing is recomputed, and devices cannot hold all saved tensors."""
 
 
-def test_saved_tensors_are_on_the_host_where_that_is_faster() -> None:
+def test_saved_tensors_are_offloaded_if_faster() -> None:
     x = torch.zeros(512, 64, device="meta")
     found = plan(saving(), x, "4x80GB", **FAST)
     assert {*found.modes} == {"offload"}
@@ -265,7 +265,7 @@ def test_saved_tensors_are_on_the_host_where_that_is_faster() -> None:
     assert few.modes.count("offload") < 4
 
 
-def test_a_plan_with_saved_tensors_on_the_host_trains_as_planned() -> None:
+def test_plan_with_offloaded_tensors_trains_as_planned() -> None:
     x = torch.randn(64, 64)
     options = {**FAST, "memory": None, "checkpoint": "offload", "calibrate": False}
     model, own = saving("cpu"), saving("cpu")
@@ -284,27 +284,27 @@ def test_a_plan_with_saved_tensors_on_the_host_trains_as_planned() -> None:
 
 @settings(few, max_examples=5)
 @given(st.integers(1, 12), st.integers(1, 3), st.sampled_from(["fill_drain", "1f1b"]))
-def test_bytes_are_those_of_a_step(chunks: int, stages: int, schedule: str) -> None:
-    """Summed over the layers, since a dry run shows nothing of the host."""
+def test_bytes_with_offload_approximate_a_step(chunks: int, stages: int, schedule: str) -> None:
+    """They are summed over the layers, since there is no dry run with offloads."""
     x = torch.randn(32 * chunks, 64)
     model = saving("cpu", 3)
     options = {**FAST, "memory": None, "chunks": chunks, "checkpoint": "offload", "calibrate": False}
     found = plan(model, x, [f"cpu:{j}" for j in range(stages)], **{**options, "schedule": schedule})
-    with closing(found.build(model)) as pipe, gpipe.inline():  # in threads, a stage that is ahead holds more
+    with closing(found.build(model)) as pipe, gpipe.inline():  # on threads, a stage that runs ahead holds more
         sizes = peak_bytes(pipe, x, None, {"loss_fn": squares, "reduction": "sum"}, schedule, found.placement)
     for planned, size in zip(found.predicted.bytes, sizes, strict=True):
         assert 0.7 <= planned.total / size <= 1.3
 
 
 class Hooked(nn.Linear):
-    """A layer whose operation does not support hooks for saved tensors."""
+    """A layer with an operation that does not support saved-tensor hooks."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(torch.func.grad(lambda value: value.square().sum())(x))
 
 
-def test_layers_that_cannot_offload_are_planned_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    # As for GPUs: on a CPU, plans do not search "offload" by default.
+def test_plan_avoids_offload_if_layers_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Search "offload" as on GPUs, although it is not searched by default on a CPU.
     monkeypatch.setattr(
         _arguments, "read_modes", lambda mode, separate_memory: [mode] if mode else ["never", "offload", "always"]
     )
@@ -319,7 +319,7 @@ def test_layers_that_cannot_offload_are_planned_without(monkeypatch: pytest.Monk
     assert "checkpoint='offload' was left out, since training with it raised RuntimeError" in found.notes[-1]
 
 
-def test_a_host_too_small_for_saved_tensors_is_told() -> None:
+def test_insufficient_host_memory_for_saved_tensors_raises() -> None:
     x = torch.zeros(1024, 64, device="meta")
     with pytest.raises(Infeasible, match=r"the host has 1000 B, and what is there, .* needs .* more") as caught:
         plan(saving(), x, "4x80GB", **{**FAST, "checkpoint": "offload", "memory": "100MB"}, host_memory=1000)

@@ -1,4 +1,4 @@
-"""The bytes of optimizers' states, beside real ones."""
+"""Estimated bytes of optimizer state, compared with the state of real optimizers."""
 
 import re
 from typing import Any
@@ -34,7 +34,7 @@ def layers_of(given: list[list[int]], dtype: torch.dtype = torch.float32) -> lis
 
 
 def stateful(optimizer: optim.Optimizer, layers: list[nn.Module]) -> list[int]:
-    """The bytes of each layer's state after a step. Counts of steps are left out, and single elements of nadam's."""
+    """Return the bytes of each layer's state after a step, without step counts and NAdam's scalars."""
     for layer in layers:
         for parameter in layer.parameters():
             parameter.grad = torch.ones_like(parameter)
@@ -48,7 +48,7 @@ def stateful(optimizer: optim.Optimizer, layers: list[nn.Module]) -> list[int]:
 
 
 @given(st.sampled_from(sorted(OPTIMIZERS)), shapes, st.sampled_from([torch.float32, torch.float64]))
-def test_what_is_estimated_is_what_is_kept(name: str, given: list[list[int]], dtype: torch.dtype) -> None:
+def test_estimated_bytes_match_the_real_state(name: str, given: list[list[int]], dtype: torch.dtype) -> None:
     layers = layers_of(given, dtype)
     kind, options = OPTIMIZERS[name]
     optimizer = kind([p for layer in layers for p in layer.parameters()], lr=0.1, **options)
@@ -58,12 +58,12 @@ def test_what_is_estimated_is_what_is_kept(name: str, given: list[list[int]], dt
 
 
 @given(st.integers(1, 10_000))
-def test_eight_bits(count: int) -> None:
+def test_eight_bit_state(count: int) -> None:
     (found,) = optimizer_bytes("adamw_8bit", layers_of([[count]]))
     assert found == 8 * count if count < 4096 else 2 * count < found <= 2.04 * count + 8
 
 
-def test_only_what_is_trained_has_a_state_and_once() -> None:
+def test_state_is_counted_once_per_trained_parameter() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4).requires_grad_(False))
     assert optimizer_bytes(8, model) == [8 * 20, 0, 0]
     assert optimizer_bytes("adam", [model[0], model[0]]) == [2 * 4 * 20, 0]
@@ -80,12 +80,12 @@ def test_only_what_is_trained_has_a_state_and_once() -> None:
         ("lion_8bit", "lion8bit"),
     ],
 )
-def test_names_of_other_libraries(name: str, same: str) -> None:
+def test_names_used_by_other_libraries(name: str, same: str) -> None:
     layers = layers_of([[5000], [3, 4]], torch.bfloat16)
     assert optimizer_bytes(name, layers) == optimizer_bytes(same, layers)
 
 
-def test_other_optimizers_are_refused() -> None:
+def test_unknown_optimizers_raise() -> None:
     class Own(optim.SGD):
         pass
 
@@ -95,5 +95,5 @@ def test_other_optimizers_are_refused() -> None:
         optimizer_bytes("adamw_4bit", layers_of([[1]]))
 
 
-def test_values_of_32_bits_for_a_half_precision_parameter() -> None:
+def test_half_precision_parameters_may_have_32_bit_state() -> None:
     assert State("adamw", 32, 2).bytes_of(nn.Parameter(torch.ones(5, dtype=torch.bfloat16))) == 2 * 4 * 5

@@ -1,4 +1,4 @@
-"""Plans whose order of actions is searched, beside those with named schedules."""
+"""Plans whose order of actions is searched, compared with plans that use a named schedule."""
 
 from contextlib import closing
 from dataclasses import replace
@@ -26,12 +26,12 @@ ROWS, WIDTH = 32, 16
 
 @few
 @given(measurements(), st.sampled_from([1.0, 1.2, None]), st.booleans())
-def test_a_searched_order_is_no_slower_and_fits(measured: Measured, room: float | None, loops: bool) -> None:
+def test_searched_order_is_no_slower_and_fits(measured: Measured, room: float | None, loops: bool) -> None:
     space = space_of(measured)
     for candidate in search([*(looped(space) if loops else ()), space]):
         memory = [None if room is None else int(room * need.total) for need in candidate.bytes]
         found = ordered(candidate, memory)
-        if found is None:  # the bytes that are kept in between are counted for the time of the whole cell
+        if found is None:  # the search counts tensors for weight gradients from the forward on
             assert room is not None
             continue
         assert found.seconds <= candidate.seconds
@@ -43,13 +43,13 @@ def test_a_searched_order_is_no_slower_and_fits(measured: Measured, room: float 
 
 @few
 @given(measurements(), st.booleans())
-def test_bytes_are_those_of_the_named_schedule_in_its_order(measured: Measured, loops: bool) -> None:
+def test_named_order_needs_the_bytes_of_its_schedule(measured: Measured, loops: bool) -> None:
     space = space_of(measured)
     for candidate in search([*(looped(space) if loops else ()), space]):
         assert replace(candidate, order=candidate.program(candidate.chunks)).account == candidate.account
 
 
-def test_what_a_search_does_not_plan_keeps_its_named_schedule() -> None:
+def test_unsupported_candidates_keep_their_named_schedule() -> None:
     measured = measured_of([(1e-3, 10, 10, 10)] * 4, 2)
     (candidate, *_) = search([space_of(measured)])
     none = [None] * measured.devices
@@ -72,7 +72,7 @@ def squares(y: Tensor) -> Tensor:
 OPTIONS: dict[str, Any] = {"loss_fn": squares, "reduction": "sum", "chunks": 4, "calibrate": False}
 
 
-def test_a_plan_with_a_searched_order_trains_as_planned() -> None:
+def test_searched_order_trains_as_planned() -> None:
     x, model, own = torch.randn(ROWS, WIDTH), layers(), layers()
     squares(model(x)).backward()
     found = plan(own, x, ["cpu:0", "cpu:1"], schedule="Search", **OPTIONS)
@@ -87,13 +87,13 @@ def test_a_plan_with_a_searched_order_trains_as_planned() -> None:
         assert len(timeline.events) == len(found.timeline.events)
         torch.testing.assert_close([p.grad for p in own.parameters()], [p.grad for p in model.parameters()])
         pipe.zero_grad()
-        # With fewer rows, the pipe searches by itself.
+        # The planned order is for four micro-batches. With fewer rows, the pipe searches for one.
         pipe.step(x[:2], loss_fn=squares, reduction="sum", schedule=found.schedule)
         assert found.verify(x, pipe=pipe).ratio > 0
 
 
-def test_an_order_is_searched_where_it_is_worth_it() -> None:
-    """Devices of different speed, for which no schedule has a name."""
+def test_searched_order_is_chosen_if_clearly_faster() -> None:
+    """No named schedule suits devices of different speeds."""
     model = nn.Sequential(
         nn.Embedding(50_000, 1024),
         *(each for _ in range(8) for each in (nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024))),

@@ -1,4 +1,4 @@
-"""Plans from the first call to the trained pipe: what they say, refuse, and keep."""
+"""Plans from the first call to the trained pipe: contents, files, verification, and errors."""
 
 import copy
 import json
@@ -32,7 +32,7 @@ def model() -> nn.Sequential:
 
 
 def made(**options: Any) -> Plan:
-    """A plan of made-up costs, which measures only the engine."""
+    """Return a plan from made-up layer costs. Only the engine is measured."""
     given = {"model": model(), "devices": CPUS, "profile": KNOWN, "calibrate": False, **options}
     return plan(sample=torch.zeros(ROWS, 3), **given)
 
@@ -43,7 +43,7 @@ def example() -> Plan:
 
 
 @pytest.mark.parametrize("calibrate", [False, True])
-def test_a_planned_pipe_trains_like_the_model(calibrate: bool):
+def test_planned_pipe_trains_like_the_model(calibrate: bool):
     plain, x, y = linears(4), rows(8), rows(8) * 2
     found = plan(plain, x, CPUS, target=y, loss_fn=loss, calibrate=calibrate)
     assert all(parameter.grad is None for parameter in plain.parameters())
@@ -57,7 +57,7 @@ def test_a_planned_pipe_trains_like_the_model(calibrate: bool):
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("schedule", ["interleaved", "interleaved_zero_bubble", "zbv"])
-def test_a_planned_pipe_with_two_stages_on_each_device_trains_like_the_model(schedule: str):
+def test_two_stages_per_device_train_like_the_model(schedule: str):
     plain, x, y = linears(5), rows(8), rows(8) * 2
     given = {"target": y, "loss_fn": loss, "reduction": "mean", "chunks": 4, "schedule": schedule}
     found = plan(plain, x, ["cpu:0", "cpu:1"], memory="1MB", calibrate=schedule == "zbv", **given)
@@ -79,7 +79,7 @@ def test_a_planned_pipe_with_two_stages_on_each_device_trains_like_the_model(sch
         assert [0.5 < ratio < 2 for ratio in shown.byte_ratios] == [True, True]
 
 
-def test_two_stages_on_each_device_are_planned_where_they_are_faster():
+def test_two_stages_per_device_are_planned_if_faster():
     with torch.device("meta"):
         layers = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(8)))
     given = {"chunks": 8, "bandwidth": "1000GB", "latency": 0}
@@ -90,8 +90,9 @@ def test_two_stages_on_each_device_are_planned_where_they_are_faster():
     assert [line.split()[1] for line in str(found).split("\n\n")[1].splitlines()[2:]] == ["0,", "1,", "2,", "3,"] * 2
 
 
-def test_what_was_measured_is_shown_beside_what_was_predicted():
-    counts = Layer(lambda s, x: (setattr(s, "calls", s.calls + 1), x)[1], calls=torch.zeros(()))  # a buffer made anew
+def test_verify_compares_measured_with_predicted_figures():
+    # The layer replaces its buffer in each call.
+    counts = Layer(lambda s, x: (setattr(s, "calls", s.calls + 1), x)[1], calls=torch.zeros(()))
     plain, x, y = nn.Sequential(*linears(3), nn.BatchNorm1d(3, dtype=torch.float64), counts), rows(8), rows(8)
     given = {"target": y, "loss_fn": loss, "reduction": "mean"}
     found = plan(plain, x, CPUS, **given, chunks=[2, 4], schedule="1f1b", calibrate=False)
@@ -126,7 +127,7 @@ def test_what_was_measured_is_shown_beside_what_was_predicted():
         (ROWS, [2, 2], 4, linears(4), r"pipe: expected the planned model, whose layer 0 is 'layer0' .* got '0'"),
     ],
 )
-def test_what_was_not_planned_is_not_compared(
+def test_verify_rejects_unplanned_pipes_and_batches(
     rows_of_x: int, balance: list[int], chunks: int, net: nn.Sequential, message: str
 ) -> None:
     found = replace(made(chunks=4), sizes=(2, 2))
@@ -134,27 +135,27 @@ def test_what_was_not_planned_is_not_compared(
         found.verify(torch.zeros(rows_of_x, 3), loss_fn=lambda output, _: output.sum(), pipe=pipe)
 
 
-def test_a_pipe_that_was_not_kept_is_not_verified() -> None:
+def test_verify_needs_a_live_pipe() -> None:
     found = made(chunks=4)
     found.build(model())
     with pytest.raises(ValueError, match=r"pipe: expected a pipe, but .*keep the pipe that plan.build"):
         found.verify(torch.zeros(ROWS, 3))
 
 
-def test_batch_norm_that_is_deferred_is_the_planned_layer() -> None:
+def test_deferred_batch_norm_matches_the_planned_layer() -> None:
     layers, x = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3)), torch.randn(8, 3)
     found = plan(layers, x, CPUS, chunks=2, calibrate=False)
     with closing(found.build(layers, deferred_batch_norm=True)) as pipe:
         assert found.verify(x, loss_fn=lambda output, _: output.sum(), reduction="sum", pipe=pipe).seconds > 0
 
 
-def test_predicted_bytes_are_by_kind_and_device(example: Plan) -> None:
+def test_predicted_bytes_per_kind_and_device(example: Plan) -> None:
     for need, room in zip(example.predicted.bytes, example.memory, strict=True):
         assert need.total == sum(need.by_kind.values()) <= room
         assert set(need.by_kind) == {"parameters", "gradients", "optimizer", "activations", "transient"}
 
 
-def test_a_plan_is_saved_as_its_ending_says(example: Plan, tmp_path: Path) -> None:
+def test_file_suffix_chooses_the_saved_format(example: Plan, tmp_path: Path) -> None:
     for ending in ("html", "json", "txt"):
         example.save(tmp_path / f"plan.{ending}")
     page = (tmp_path / "plan.html").read_text(encoding="utf-8")
@@ -174,14 +175,14 @@ WRONG |= {"whole_loss": True}  # under 1F1B
 
 
 @pytest.mark.parametrize(("name", "value"), [("sizes", []), ("sizes", [4]), *WRONG.items()])
-def test_a_plan_that_contradicts_itself(example: Plan, name: str, value: Any) -> None:
+def test_inconsistent_json_raises(example: Plan, name: str, value: Any) -> None:
     document = json.loads(example.to_json()) | {name: value}
     with pytest.raises(ValueError, match=r"plan.*: expected"):
         Plan.from_json(json.dumps(document))
 
 
-def test_a_pipe_is_built_with_the_modes_and_trains_like_the_model() -> None:
-    """Of a plan in which a stage is recomputed."""
+def test_planned_recomputation_trains_like_the_model() -> None:
+    """Memory is so short that one of the stages is recomputed."""
     free = made(chunks=8, schedule="1f1b")
     found = made(memory=int(0.85 * max(need.total for need in free.predicted.bytes)), chunks=8, schedule="1f1b")
     assert {*found.checkpoint} > {"never"}
@@ -198,7 +199,7 @@ def test_a_pipe_is_built_with_the_modes_and_trains_like_the_model() -> None:
     assert Plan.from_json(found.to_json()) == found
 
 
-def test_other_layers_are_another_model(example: Plan) -> None:
+def test_build_rejects_different_layers(example: Plan) -> None:
     layers = model()
     layers[1] = nn.Tanh()
     with pytest.raises(
@@ -207,14 +208,14 @@ def test_other_layers_are_another_model(example: Plan) -> None:
         example.build(layers)
 
 
-def test_what_is_asked_for_is_kept() -> None:
+def test_requested_settings_are_kept() -> None:
     found = made(chunks=4, schedule="fill_drain", checkpoint="always")
     assert (found.chunks, found.schedule, found.checkpoint) == (4, "fill_drain", ["always", "always"])
     assert found.alternatives == ()
-    assert made(chunks=15).chunks == 8  # as many as 16 rows give
+    assert made(chunks=15).chunks == 8  # 16 rows split into 15 chunks give 8 micro-batches
 
 
-def test_a_profile_of_one_size_goes_with_its_chunks() -> None:
+def test_profile_of_one_size_requires_its_chunks() -> None:
     plain, x = linears(4), rows(8)
     known = profile(plain, x, device="cpu", chunks=4, timeout=0.01)
     assert plan(plain, x, CPUS, profile=known, chunks=4, calibrate=False).chunks == 4
@@ -224,7 +225,7 @@ def test_a_profile_of_one_size_goes_with_its_chunks() -> None:
         plan(plain, x, CPUS, profile=known, chunks=4, memory=1, calibrate=False)
 
 
-def test_a_model_with_a_forward_of_its_own() -> None:
+def test_model_with_custom_forward() -> None:
     net, x = Model(), torch.randn(8, 2)
     found = plan(net, x, CPUS, chunks=4, calibrate=False)
     assert "one step of the engine" in found.notes[-1]
@@ -235,7 +236,7 @@ def test_a_model_with_a_forward_of_its_own() -> None:
             plan(pipe, x, CPUS)
 
 
-def test_a_model_in_evaluation_mode_is_trained() -> None:
+def test_plan_trains_a_model_in_evaluation_mode() -> None:
     seen = []
     net = nn.Sequential(*linears(2), Layer(lambda s, x: (seen.append(s.training), x * 1)[1])).eval()
     assert "calibrated" in plan(net, rows(8), CPUS, chunks=2).notes[1]
@@ -243,12 +244,12 @@ def test_a_model_in_evaluation_mode_is_trained() -> None:
     assert not any(module.training for module in net.modules())
 
 
-def test_settings_that_a_plan_tries_are_not_advised_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_plan_logs_no_advice_on_tried_settings(caplog: pytest.LogCaptureFixture) -> None:
     plan(linears(3).eval(), rows(8), CPUS, chunks=1)
     assert not caplog.records
 
 
-def test_a_loss_with_a_state_keeps_it() -> None:
+def test_stateful_loss_is_unchanged() -> None:
     head = nn.Sequential(nn.BatchNorm1d(3, dtype=torch.float64), Layer(lambda s, x: x.square().mean()))
     before = copy.deepcopy(head.state_dict())
     found = plan(linears(3), rows(8), CPUS, loss_fn=head, chunks=2)
@@ -258,7 +259,7 @@ def test_a_loss_with_a_state_keeps_it() -> None:
     assert all(parameter.grad is None for parameter in head.parameters())
 
 
-def test_a_mask_for_all_rows_and_a_weighted_target() -> None:
+def test_replicated_mask_and_weighted_target() -> None:
     first, x, y = Layer(lambda s, given: given[0] * given[1].mean()), rows(8), {"y": rows(8), "w": 2.0}
     given = {"target": y, "loss_fn": lambda output, target: loss(output, target["y"]) * target["w"]}
     net, sample = nn.Sequential(first, *linears(2)), (x, Replicate(torch.ones(64, 64)))
@@ -266,13 +267,13 @@ def test_a_mask_for_all_rows_and_a_weighted_target() -> None:
     assert check(net, sample, **given).ok
 
 
-def test_a_step_with_a_parametrized_layer_is_tried_without_data() -> None:
+def test_dry_run_supports_parametrized_layers() -> None:
     net = nn.Sequential(nn.utils.parametrizations.weight_norm(linears(1)[0]), *linears(1))
     assert "one step of the engine" in plan(net, rows(8), CPUS, chunks=2, calibrate=False).notes[-1]
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-def test_a_weight_that_was_computed_under_no_grad() -> None:
+def test_weight_norm_is_supported_under_no_grad() -> None:
     net, x = nn.Sequential(nn.utils.weight_norm(linears(1)[0]), *linears(1)), rows(8)
     net(x)
     with torch.no_grad():
@@ -284,7 +285,7 @@ def test_a_weight_that_was_computed_under_no_grad() -> None:
 @pytest.mark.parametrize(
     "loss_fn", [lambda output: output.mean(), lambda output: (LossSum(output.sum(), 3), {"most": output.max()})]
 )
-def test_a_loss_of_the_output_alone(devices: Any, loss_fn: Any) -> None:
+def test_loss_without_target(devices: Any, loss_fn: Any) -> None:
     found = plan(linears(2), rows(4), devices, loss_fn=loss_fn, chunks=2, calibrate=devices is CPUS)
     assert found.balance == [1, 1]
 
@@ -327,7 +328,7 @@ def test_a_loss_of_the_output_alone(devices: Any, loss_fn: Any) -> None:
         ({"profile": replace(KNOWN, rounds=0)}, ValueError, "profile: expected a profile with seconds"),
     ],
 )
-def test_wrong_arguments_are_named_before_anything_is_measured(
+def test_invalid_arguments_raise_before_anything_is_measured(
     wrong: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("gpipe._plan._make.measure", None)
@@ -335,13 +336,13 @@ def test_wrong_arguments_are_named_before_anything_is_measured(
         made(**wrong)
 
 
-def test_devices_of_several_types_are_refused(monkeypatch: pytest.MonkeyPatch):
+def test_devices_of_several_types_raise(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("gpipe._plan._request.checked_devices", lambda devices, _: [*map(torch.device, devices)])
     with pytest.raises(ValueError, match="devices: expected devices of one type, got cpu, cuda"):
         made(devices=["cpu", "cuda"])
 
 
-def test_an_expanded_buffer_does_not_end_a_verification() -> None:
+def test_verify_supports_expanded_buffers() -> None:
     class Scaled(nn.Linear):
         def __init__(self) -> None:
             super().__init__(8, 8)

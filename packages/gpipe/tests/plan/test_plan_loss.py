@@ -1,4 +1,4 @@
-"""Plans for a loss of each micro-batch, and for one that is computed once, on the outputs of all rows."""
+"""Plans with a loss per micro-batch, and with a loss computed once, on the outputs of the full mini-batch."""
 
 import copy
 from contextlib import closing
@@ -29,7 +29,7 @@ CPUS, WIDTH, ROWS = ["cpu", "cpu"], 48, 64
 
 
 def root(output: Tensor, target: Tensor) -> Tensor:
-    """The losses of micro-batches do not add up to it."""
+    """Return a loss that is not a sum or mean of the losses of micro-batches."""
     return (output - target).square().mean().sqrt()
 
 
@@ -42,7 +42,7 @@ def annotated(output: Tensor, target: Tensor) -> LossSum:
 
 
 class Counts(nn.Module):
-    """With a parameter of its own."""
+    """A loss with a parameter and a metric."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def known() -> Profile:
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize("way", ["measured", "a profile is given", "devices are not there"])
-def test_it_is_known_how_losses_add_up(name: str, way: str, known: Profile) -> None:
+def test_combinable_losses_are_planned_per_micro_batch(name: str, way: str, known: Profile) -> None:
     devices, options = CPUS, {}
     if way == "a profile is given":
         options = {"profile": known}
@@ -104,7 +104,7 @@ def test_it_is_known_how_losses_add_up(name: str, way: str, known: Profile) -> N
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ONCE)
 @pytest.mark.parametrize("way", ["measured", "a profile is given", "devices are not there"])
-def test_any_other_loss_is_planned_to_be_computed_once(name: str, way: str, known: Profile) -> None:
+def test_all_other_losses_are_planned_once(name: str, way: str, known: Profile) -> None:
     devices, options = CPUS, {}
     if way == "a profile is given":
         options = {"profile": known}
@@ -122,7 +122,8 @@ def test_any_other_loss_is_planned_to_be_computed_once(name: str, way: str, know
 
 
 @pytest.mark.parametrize("calibrate", [False, True])
-def test_a_planned_pipe_with_a_loss_of_all_rows_trains_like_the_model_and_takes_the_bytes(calibrate: bool) -> None:
+def test_full_batch_loss_trains_as_planned(calibrate: bool) -> None:
+    """Gradients match the plain model's, and bytes match the plan."""
     plain, (x, y) = model(), batch()
     found = plan(plain, x, CPUS, target=y, loss_fn=root, chunks=4, calibrate=calibrate)
     assert "one step of the engine" in found.notes[-1]
@@ -140,7 +141,7 @@ def test_a_planned_pipe_with_a_loss_of_all_rows_trains_like_the_model_and_takes_
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", EACH)
-def test_a_planned_pipe_is_verified_as_its_loss_was_planned(name: str) -> None:
+def test_verify_uses_the_planned_loss(name: str) -> None:
     plain, (x, y) = model(), batch()
     found = plan(plain, x, CPUS, target=y, **EACH[name], chunks=2)
     with closing(found.build(plain)) as pipe, inline():
@@ -149,8 +150,8 @@ def test_a_planned_pipe_is_verified_as_its_loss_was_planned(name: str) -> None:
             replace(found, schedule="1f1b").verify(x, y, loss_fn=root, pipe=pipe)
 
 
-def test_what_is_short_for_all_outputs_is_enough_for_those_of_some_micro_batches() -> None:
-    """The error says so."""
+def test_infeasible_full_batch_loss_suggests_loss_sum() -> None:
+    """A loss per micro-batch needs less memory, because not all outputs are held at once."""
     wide = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 100 * WIDTH))
     given = {"chunks": 8, "checkpoint": "never", "calibrate": False, "optimizer": "sgd"}
     x = torch.randn(16 * ROWS, WIDTH)
@@ -167,7 +168,7 @@ def test_what_is_short_for_all_outputs_is_enough_for_those_of_some_micro_batches
     assert planned(memory=round((each + once) / 2), reduction="mean")
 
 
-def test_the_schedules_that_can_wait_are_those_that_do() -> None:
+def test_only_waiting_schedules_support_full_batch_loss() -> None:
     layouts = [(name, placement) for placement, names in placed(SCHEDULES, 2, 4).items() for name in names]
     able = {name for name, placement in layouts if waits(name, Size(8, placement, (0,) * len(placement)))}
     assert able == {*WAITING} & {*SCHEDULES}
@@ -175,7 +176,7 @@ def test_the_schedules_that_can_wait_are_those_that_do() -> None:
 
 @few
 @given(measurements(most_layers=4), st.booleans())
-def test_a_loss_of_all_rows_is_replayed_as_it_is_simulated_and_is_never_hidden(measured: Measured, bare: bool) -> None:
+def test_full_batch_loss_is_simulated_and_never_hidden(measured: Measured, bare: bool) -> None:
     def with_loss(found: Profile) -> Profile:
         return replace(found, loss=found.layers[0], others=tuple(map(with_loss, found.others)))
 
@@ -188,7 +189,7 @@ def test_a_loss_of_all_rows_is_replayed_as_it_is_simulated_and_is_never_hidden(m
         replayed = simulate(found.program(found.chunks), stages, transfer=hops[1:]).makespan
         assert found.seconds == pytest.approx(replayed + measured.step)
         assert [stage.loss > 0 for stage in stages] == [False] * (len(stages) - 1) + [True]
-    # Nothing overlaps with it, and it holds the outputs of all micro-batches.
+    # Nothing overlaps with this loss, and it holds the outputs of all micro-batches.
     for one, other in zip(everything(once), everything(each), strict=True):
         assert one.seconds >= other.seconds * (1 - 1e-9)
         assert one.fullest >= other.fullest

@@ -1,4 +1,4 @@
-"""Predicted bytes against those that storages take, counted one by one."""
+"""Predicted bytes, compared with the bytes of all storages in a real step."""
 
 import copy
 import re
@@ -44,7 +44,7 @@ def loss(output: Tensor, _: object) -> Tensor:
 def costs_of(
     model: nn.Sequential, x: Tensor, chunks: int, loss_fn: Any, placement: tuple[int, ...], *, whole: bool
 ) -> Costs:
-    """Of layers that all take as long: how far stages lag behind each other is the same in every run."""
+    """Return costs of layers with equal times, so that stages lag behind each other equally in every run."""
     rows = len(x) // chunks
     found = profile(
         model, x, device="cpu", rows=[rows // 2, rows], loss_fn=loss_fn, timeout=1e-3, split_backward=True
@@ -63,7 +63,7 @@ def alike(found: Profile) -> Profile:
 
 @pytest.fixture
 def layers_take_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a plan chooses depends on bytes alone."""
+    """Give all layers equal times, so that a plan's choices depend only on bytes."""
 
     def measured_alike(request: Any) -> Any:
         found, *rest = measured(request)
@@ -77,9 +77,9 @@ def taken(
     model, x, balance, modes, schedule, split=(), chunks=CHUNKS, loss_fn=loss, placement=ONE_EACH, seconds=None,
     whole=False,
 ) -> list[int]:  # fmt: skip
-    """What each device takes at most, in a step after the first, which is special: it finds out what layers do.
+    """Return the peak bytes of each device in the second step. The first step detects the properties of the layers.
 
-    Stages take turns as if each took so many seconds for an action; by default the last that can do something does.
+    Stages take turns as if each action of stage j took ``seconds[j]``. By default, the last stage that can run does.
     """
     pipe = GPipe(model, balance, devices=["cpu"] * len(placement), chunks=chunks, checkpoint=modes)
     programs = named(schedule, chunks, placement, stops_of(modes, chunks), split)
@@ -106,7 +106,7 @@ PIECES = {
 
 
 def squares(output: Tensor, _: object) -> Tensor:
-    """Several times as large as its output in between."""
+    """Return a loss whose intermediate results are several times as large as the output."""
     return (output.square() * output.sigmoid()).mean()
 
 
@@ -133,17 +133,17 @@ def cases(draw: st.DrawFn):
 
 
 AHEAD = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)), nn.Linear(WIDTH, 8))
-"""Of such layers, the first stage takes a fifth more if it recomputes while the other one is behind."""
+"""With these layers, the first stage needs a fifth more memory if it recomputes while the other one lags behind."""
 
 
 @settings(max_examples=min(10, settings.default.max_examples // 2), suppress_health_check=[HealthCheck.too_slow])
 @given(cases(), st.lists(st.floats(0.1, 10), min_size=4, max_size=4))
 @example((AHEAD, [1, 3], ONE_EACH, ["always"] * 2, "1f1b", 2, False, False), [1.0] * 4)
 @example((copy.deepcopy(AHEAD), [1, 3], ONE_EACH, ["never"] * 2, "fill_drain", 5, False, True), [1.0] * 4)
-def test_a_dry_run_takes_what_the_step_takes(case, speeds: list[float]):
-    """Of any layers, with skips into, out of and past stages, split, in loops, with a large loss.
+def test_dry_run_predicts_the_bytes_of_a_step(case, speeds: list[float]):
+    """Cases have skips into, out of and past stages, split backwards, loops, and a loss with large temporaries.
 
-    The loss may be computed once, on the outputs of all rows.
+    The loss may be computed once, on the outputs of the full mini-batch.
     """
     model, balance, placement, modes, schedule, chunks, needs_gradient, whole = case
     x = torch.randn(ROWS * chunks, WIDTH, requires_grad=needs_gradient)
@@ -160,15 +160,15 @@ def test_a_dry_run_takes_what_the_step_takes(case, speeds: list[float]):
     )
     most = [*map(max, found, ahead, behind)]
     assert [each.total for each in ran_dry.bytes] == pytest.approx(most, rel=0.05, abs=4096)
-    # Whichever stage is ahead of the others.
+    # The same at arbitrary speeds of the stages.
     assert all(each.total >= 0.9 * size - 4096 for each, size in zip(ran_dry.bytes, raced, strict=True))
     assert all(min(each.by_kind.values()) >= 0 for each in ran_dry.bytes)
-    # The account leaves much out, and is there to tell ways to train from each other.
+    # The estimate without a dry run is rough, and only serves to compare candidates.
     assert all(0.5 * true <= need.total <= 2.5 * true for need, true in zip(candidate.account, found, strict=True))
 
 
-def test_what_is_tied_is_on_every_stage_that_uses_it():
-    """A copy and a gradient, also in the account; the optimizer's state is there once."""
+def test_tied_parameters_count_on_every_stage():
+    """Each of these stages has a copy and a gradient. The optimizer's state exists once."""
     embedding = nn.Embedding(1000, WIDTH)
     head = nn.Linear(WIDTH, 1000, bias=False)
     head.weight = embedding.weight
@@ -192,7 +192,7 @@ def test_what_is_tied_is_on_every_stage_that_uses_it():
     assert [need.total - need.optimizer for need in (first, last)] == pytest.approx(real, rel=0.2)
 
 
-def test_what_the_kernel_of_an_lstm_keeps_is_counted():
+def test_memory_saved_by_lstm_kernels_is_counted():
     layers = [each for _ in range(4) for each in (nn.LSTM(32, 32, batch_first=True), Call(itemgetter(0)))]
     model, x = nn.Sequential(*layers), torch.randn(64, 16, 32)
     given = {"chunks": 4, "schedule": "1f1b", "checkpoint": "never", "optimizer": "sgd", "calibrate": False}
@@ -202,7 +202,7 @@ def test_what_the_kernel_of_an_lstm_keeps_is_counted():
 
 
 @pytest.mark.parametrize("name", sorted(PARTS))
-def test_a_stage_is_planned_to_split_if_the_engine_splits_it(name: str):
+def test_plan_splits_stages_that_the_engine_splits(name: str):
     torch.manual_seed(0)
     model = nn.Sequential(fresh(), fresh(), *PARTS[name].layers())
     x = torch.randn(4, CHANNELS, PART_WIDTH, requires_grad=True)
@@ -225,28 +225,28 @@ def test_sizes_as_text(quarters: int, unit: str):
 
 
 @pytest.mark.parametrize("wrong", ["lots", "80", "80Gb", "80 GBs", "", "GB", "-1GB", "0GB", "1e400GB", "nan", 0, -5])
-def test_no_sizes(wrong: str | int):
+def test_invalid_sizes_raise(wrong: str | int):
     with pytest.raises(ValueError, match=r"memory: expected bytes, such as 8_000_000_000, '80GB' .*; got"):
         read_bytes(wrong)
 
 
 @pytest.mark.usefixtures("layers_take_as_long")
-def test_a_plan_fits_by_its_dry_run_where_the_account_says_less():
-    """Of layers that work in place, the account leaves a twentieth out."""
+def test_dry_run_bytes_fit_despite_lower_estimate():
+    """The estimate of layers with in-place operations is a twentieth too low."""
     model, x = nn.Sequential(*[PIECES["in place"]() for _ in range(4)]), torch.randn(ROWS, WIDTH)
     given = {**SQUARES, "chunks": 4, "schedule": "1f1b", "calibrate": False}
     free = plan(model, x, ["cpu"] * 2, checkpoint="never", **given)
-    room = int(0.98 * free.predicted.bytes[0].total)  # which also a layer less, or one that is recomputed, saves
+    room = int(0.98 * free.predicted.bytes[0].total)  # one layer less, or one that is recomputed, saves more
     found = plan(model, x, ["cpu"] * 2, memory=[room, 2 * room], **given)
     assert "one step of the engine" in found.notes[-1]
     assert found.predicted.bytes[0].total <= room
 
 
-def test_a_plan_fits_by_its_dry_run_where_the_account_says_more():
-    """Of two stages on a device, the account adds up peaks that come at different times."""
+def test_dry_run_bytes_fit_despite_higher_estimate():
+    """The estimate of two stages on a device adds up peaks that occur at different times."""
     model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)])
     x, devices = torch.randn(ROWS, WIDTH), ["cpu:0", "cpu:1"]
-    # One profile for all plans: what is split depends on its seconds.
+    # All plans use the same profile, since its seconds determine which backwards are split.
     known = profile(model, x, device="cpu", chunks=4, timeout=0.01, split_backward=True)
     given = {"chunks": 4, "schedule": "zbv", "calibrate": False, "profile": known, **SQUARES}
     need = plan(model, x, devices, checkpoint="always", **given).predicted.bytes
@@ -257,7 +257,7 @@ def test_a_plan_fits_by_its_dry_run_where_the_account_says_more():
 
 
 @pytest.mark.usefixtures("layers_take_as_long")
-def test_the_memory_that_is_told_to_be_enough_is_enough():
+def test_suggested_memory_is_enough():
     model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)])
     given = {"chunks": 4, "schedule": "1f1b", "calibrate": False, **SQUARES}
     with pytest.raises(Infeasible) as refused:
@@ -266,7 +266,9 @@ def test_the_memory_that_is_told_to_be_enough_is_enough():
     assert plan(model, torch.randn(ROWS, WIDTH), ["cpu", "cpu"], memory=told, **given)
 
 
-def test_devices_that_are_not_there_keep_no_scores_of_attention():
+def test_hypothetical_devices_use_fused_attention():
+    """They save no attention scores."""
+
     def first(dropout: float) -> int:
         model = nn.Sequential(
             nn.TransformerEncoderLayer(32, 4, 32, dropout=dropout, batch_first=True), nn.Linear(32, 32)
@@ -281,8 +283,8 @@ def test_devices_that_are_not_there_keep_no_scores_of_attention():
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_packed_weights_and_their_adapters_take_what_a_step_takes(checkpoint: str):
-    """Weights that cannot be faked count as they are, without gradients; outputs and saved tensors as in a step."""
+def test_bytes_of_packed_weights_with_adapters(checkpoint: str):
+    """Weights that cannot be faked count with their real bytes. Outputs and saved tensors count as in a step."""
     model, x = Packed(64), torch.randn(6, 64)
     given = {"loss_fn": squares, "reduction": "mean"}
     options = {"schedule": "fill_drain", "chunks": 2, "checkpoint": checkpoint}

@@ -1,4 +1,4 @@
-"""Plans of models with a forward of their own: layers are blocks, which are measured by the model's forward."""
+"""Plans of models with a custom forward, whose layers are blocks, measured during the model's forward."""
 
 import copy
 from collections.abc import Callable
@@ -39,13 +39,13 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks between layers of the model itself.
+    """A model with blocks between other layers.
 
     Args:
         length: the number of blocks.
-        calls: how often each block is called.
-        mixes: whether all later blocks get what is computed before the first one.
-        tied: whether the last layer has the weight of the first.
+        calls: the number of calls of each block.
+        mixes: whether all blocks also use a value that is computed before the first one.
+        tied: whether the first and the last layer share their weight.
     """
 
     def __init__(self, length: int = 4, calls: int = 1, mixes: bool = False, tied: bool = False) -> None:
@@ -98,7 +98,8 @@ nets = st.builds(Net, st.integers(2, 4), st.integers(1, 2), st.booleans(), st.bo
 
 @settings(max_examples=min(6, settings.default.max_examples // 3), suppress_health_check=[HealthCheck.too_slow])
 @given(nets, st.sampled_from([squares, partial(torch.mean)]), st.sampled_from([None, "mean"]), st.sampled_from([1, 3]))
-def test_a_planned_pipe_trains_like_the_model_and_takes_the_bytes(net, loss_fn, reduction, chunks) -> None:
+def test_planned_pipe_trains_like_the_model(net, loss_fn, reduction, chunks) -> None:
+    """Its bytes match the plan."""
     x = torch.randn(ROWS, WIDTH)
     plain, loss = copy.deepcopy(net), {"loss_fn": loss_fn, "reduction": reduction}
     found = plan(net, x, CPUS, **loss, chunks=chunks, calibrate=False)
@@ -118,7 +119,7 @@ def test_a_planned_pipe_trains_like_the_model_and_takes_the_bytes(net, loss_fn, 
 
 @settings(max_examples=min(4, settings.default.max_examples // 3))
 @given(nets)
-def test_without_data_the_same_is_counted(net: Net) -> None:
+def test_same_costs_are_counted_on_meta(net: Net) -> None:
     x = torch.randn(ROWS, WIDTH)
     (fake, _), (real, _) = (measured(copy.deepcopy(net), x, device) for device in (META, CPU))
     assert [one.rows for one in (*fake.others, fake)] == [one.rows for one in (*real.others, real)] == [4, 8]
@@ -128,18 +129,19 @@ def test_without_data_the_same_is_counted(net: Net) -> None:
     assert all(layer.forward_seconds > 0 for layer in real)
 
 
-def test_blocks_cost_what_layers_in_a_row_do() -> None:
+def test_blocks_cost_as_much_as_sequential_layers() -> None:
     layers, x = nn.Sequential(*(Block() for _ in range(3))), torch.randn(ROWS, WIDTH)
     expected = profile(layers, x, device="meta", rows=[4, 8], loss_fn=lambda output, _: squares(output))
     found, _ = measured(InARow(layers), x, META)
     assert found.names == [f"layers.{k}" for k in range(3)]
     for name in (*BYTES, "output_bytes"):
         assert found.costs(name) == expected.costs(name), name
-    # The last block also keeps what the loss needs.
+    # The last block also saves tensors for the loss.
     assert found.costs("saved_bytes")[:2] == expected.costs("saved_bytes")[:2]
 
 
-def test_a_block_counts_as_often_as_it_is_called_with_what_the_model_computes_after_it() -> None:
+def test_blocks_include_repeated_calls_and_surrounding_layers() -> None:
+    """A block counts once per call. The layers around the blocks count for the first and the last block."""
     x = torch.randn(ROWS, WIDTH)
     once, twice = (measured(Net(3, calls), x, META)[0] for calls in (1, 2))
     first, block, last = (layer.flops for layer in once)
@@ -150,11 +152,11 @@ def test_a_block_counts_as_often_as_it_is_called_with_what_the_model_computes_af
 
 
 def layer_flops(products: int) -> int:
-    """The operations of a linear layer of the model, with so many matrix products: the input may need no gradient."""
+    """Return the FLOPs of a linear layer with two or three matrix products: the input may need no gradient."""
     return 2 * products * 8 * WIDTH * WIDTH
 
 
-def test_profiles_of_blocks_are_taken_instead_of_measuring() -> None:
+def test_profile_of_blocks_replaces_measurement() -> None:
     net, x = Net(), torch.randn(ROWS, WIDTH)
     known, _ = measured(net, x, CPU)
     slow = LayerProfile(**{**vars(known[0]), "forward_seconds": 100.0, "backward_seconds": 100.0})
@@ -166,7 +168,7 @@ def test_profiles_of_blocks_are_taken_instead_of_measuring() -> None:
         plan(Net(3), x, CPUS, profile=one, calibrate=False)
 
 
-def test_a_profile_does_not_say_whether_the_losses_of_a_model_add_up() -> None:
+def test_combination_of_model_losses_is_detected_despite_profile() -> None:
     inputs = Arguments((), {"tokens": torch.randint(7, (8, 5)), "labels": torch.randint(7, (8, 5))})
     for loss, whole in ((contrast, True), (scaled_by_items, False)):
         model = WithLoss(loss, torch.float32)
@@ -181,7 +183,7 @@ def count(output: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("devices", [CPUS, "2x1GB"])
-def test_a_loss_function_that_was_seen_to_return_sums(devices: Any) -> None:
+def test_loss_fn_that_returned_sums_is_combined(devices: Any) -> None:
     found = plan(Net(), torch.randn(ROWS, WIDTH), devices, loss_fn=count, chunks=4, calibrate=False)
     assert not found.whole_loss
 
@@ -192,10 +194,10 @@ def test_a_loss_function_that_was_seen_to_return_sums(devices: Any) -> None:
     ("loss", "reduction", "whole"),
     [(contrast, None, True), (scaled_by_items, None, False), (scaled_by_items, "mean", False)],
 )
-def test_the_loss_that_the_model_computes(
+def test_loss_of_the_model_itself(
     loss: Callable[..., Tensor], reduction: str | None, whole: bool, calibrate: bool
 ) -> None:
-    """It is computed for each micro-batch by the convention of ``num_items_in_batch``, or as is said, else once."""
+    """It is computed per micro-batch with ``num_items_in_batch`` or an explicit ``reduction``, and otherwise once."""
     torch.manual_seed(0)
     plain = WithLoss(loss, torch.float32)
     inputs = {"tokens": torch.randint(7, (8, 5)), "labels": torch.randint(7, (8, 5))}
@@ -212,7 +214,7 @@ def test_the_loss_that_the_model_computes(
             plan(plain, inputs, CPUS, chunks=4, schedule="1f1b", calibrate=False)
 
 
-def test_a_model_without_data() -> None:
+def test_model_on_meta() -> None:
     x, real = torch.randn(ROWS, WIDTH), Net()
     given = {"loss_fn": squares, "chunks": 4}
     with torch.device("meta"):
@@ -229,7 +231,8 @@ def of_a_net() -> Plan:
     return plan(Net(), torch.randn(ROWS, WIDTH), CPUS, chunks=2, calibrate=False)
 
 
-def test_a_plan_that_was_saved_builds_without_its_sample_and_names_blocks_for_ranks(of_a_net: Plan) -> None:
+def test_saved_plan_builds_without_its_sample(of_a_net: Plan) -> None:
+    """Its arguments for ranks name the blocks."""
     found = Plan.from_json(of_a_net.to_json())
     assert found.rank_arguments["blocks"] == [f"blocks.{k}" for k in range(4)]
     with closing(found.build(Net())) as pipe:
@@ -244,18 +247,18 @@ def test_a_plan_that_was_saved_builds_without_its_sample_and_names_blocks_for_ra
         (lambda: WithLoss(contrast), "expected the planned model, with 4 layers; got one with 0"),
     ],
 )
-def test_other_models_are_refused(other: Callable[[], nn.Module], message: str, of_a_net: Plan) -> None:
+def test_build_rejects_different_models(other: Callable[[], nn.Module], message: str, of_a_net: Plan) -> None:
     with pytest.raises(ValueError, match=message):
         of_a_net.build(other())
 
 
-def test_a_plan_of_layers_is_none_of_a_model() -> None:
+def test_plan_of_sequential_rejects_model_with_forward() -> None:
     found = plan(nn.Sequential(Block(), Block()), torch.randn(ROWS, WIDTH), CPUS, chunks=2, calibrate=False)
     with pytest.raises(ValueError, match=r"expected the planned model, an nn\.Sequential; got a Net"):
         found.build(Net())
 
 
-def test_the_model_and_the_generators_stay_as_they_are() -> None:
+def test_plan_changes_neither_model_nor_rng_state() -> None:
     net, x = Net().eval(), torch.randn(ROWS, WIDTH)
     net.register_buffer("seen", torch.zeros(()))
     before, state = copy.deepcopy(net.state_dict()), torch.get_rng_state()
@@ -266,8 +269,8 @@ def test_the_model_and_the_generators_stay_as_they_are() -> None:
     assert all(parameter.grad is None for parameter in net.parameters())
 
 
-def test_a_recording_counts_what_the_forward_of_a_model_allocates() -> None:
-    """It runs on a thread of its own."""
+def test_recording_counts_allocations_of_a_custom_forward() -> None:
+    """The forward runs on a separate thread."""
     net, x = Net(2), torch.randn(ROWS, WIDTH)
     found = plan(net, x, CPUS, chunks=2, checkpoint="never", calibrate=False)
     with closing(found.build(net)) as pipe, record(memory=True) as timeline:
@@ -276,7 +279,7 @@ def test_a_recording_counts_what_the_forward_of_a_model_allocates() -> None:
 
 
 class WithAList(nn.Module):
-    """A recurrent layer, whose kernels need memory of a size that is not known without data."""
+    """A model with recurrent layers, whose kernels save memory of a size that fake tensors do not show."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -288,7 +291,7 @@ class WithAList(nn.Module):
         return x
 
 
-def test_memory_of_which_only_tensors_with_data_tell_the_size() -> None:
+def test_memory_size_unknown_to_fake_tensors_is_measured() -> None:
     x = torch.randn(16, 5, WIDTH)
     fake, real = (measured(WithAList(), x, device)[0] for device in (META, CPU))
     assert fake.costs("saved_bytes") == real.costs("saved_bytes")
@@ -300,7 +303,7 @@ class Looks(Net):
         return found if found.sum() > 0 else -found
 
 
-def test_a_model_that_looks_at_values() -> None:
+def test_model_that_reads_tensor_values() -> None:
     x = torch.randn(ROWS, WIDTH)
     with pytest.raises(RuntimeError) as caught:
         plan(Looks(), x, "2x1GB", loss_fn=squares)

@@ -1,4 +1,4 @@
-"""The search against trying everything, on made-up costs."""
+"""The search, compared with trying every candidate, on made-up costs."""
 
 from dataclasses import replace
 from itertools import combinations, pairwise, permutations
@@ -37,7 +37,7 @@ def all_links(draw: st.DrawFn, devices: int) -> Links:
 
 
 rooms = st.sampled_from([0.99, 1.01, 1.1, 1.5, None])
-"""Memory, in parts of the least with which anything fits."""
+"""Memory limits, relative to the least memory with which anything fits."""
 
 
 @settings(few, max_examples=15)
@@ -45,7 +45,7 @@ rooms = st.sampled_from([0.99, 1.01, 1.1, 1.5, None])
 @example(UNEVEN, 1.1, False)
 @example(FALLING, None, False)
 @example(SIX, None, True)
-def test_nothing_that_fits_is_missed_and_nothing_is_faster(measured: Measured, room: float | None, loops: bool):
+def test_search_finds_the_fastest_that_fits(measured: Measured, room: float | None, loops: bool):
     space = space_of(measured)
     every = list(everything(space))
     memory = (None if room is None else int(room * min(each.fullest for each in every)),) * measured.devices
@@ -57,7 +57,7 @@ def test_nothing_that_fits_is_missed_and_nothing_is_faster(measured: Measured, r
     assert loops or found[0].fits(memory) == bool(possible)
     assert len(found) == 1 or all(each.fits(memory) for each in found)
     if possible:
-        # Of several stages on a device only those are looked at that fit into equal parts of its memory.
+        # The search covers several stages per device only if each fits into an equal part of its memory.
         others = spaces[:-1] if room is None else []
         possible += [each for some in others for each in everything(replace(some, modes=("never",)))]
         fastest = min(each.seconds for each in possible)
@@ -68,8 +68,8 @@ def test_nothing_that_fits_is_missed_and_nothing_is_faster(measured: Measured, r
 
 @settings(few, max_examples=15)
 @given(measurements(most_layers=4), st.data())
-def test_devices_that_differ(measured: Measured, data: st.DataObject):
-    """In no order of the devices does anything fit that is missed, or that is faster."""
+def test_search_finds_the_fastest_order_of_devices(measured: Measured, data: st.DataObject):
+    """Devices differ in memory, speed and links. The result fits if any order does, and none is over 2 % faster."""
     each = st.tuples(st.sampled_from([0.6, 1.0, 1.5, None]), st.sampled_from([0.5, 1.0, 2.0]))
     given = data.draw(st.lists(each, min_size=measured.devices, max_size=measured.devices), label="memory and speeds")
     size = min(candidate.fullest for candidate in everything(space_of(measured)))
@@ -96,7 +96,7 @@ def test_devices_that_differ(measured: Measured, data: st.DataObject):
 
 
 @given(st.lists(st.tuples(st.sampled_from([1, 2, 3]), st.sampled_from([1.0, 2.0])), min_size=1, max_size=9), st.data())
-def test_orders_of_devices(devices: list[tuple[int, float]], data: st.DataObject):
+def test_orders_are_distinct_and_limited_in_number(devices: list[tuple[int, float]], data: st.DataObject):
     alike = links(len(devices), lambda i, j: Link())
     found = orders(devices, alike)
     differ = orders(devices, data.draw(all_links(len(devices))))
@@ -111,8 +111,8 @@ def test_orders_of_devices(devices: list[tuple[int, float]], data: st.DataObject
         assert {*named} == {*permutations(devices)}
 
 
-def test_only_the_stages_that_do_not_fit_are_recomputed():
-    """Where what is short is a little, little is computed again."""
+def test_only_stages_that_do_not_fit_are_recomputed():
+    """If memory is slightly short, only a part of the work is recomputed."""
     free = replace(space_of(EQUAL), chunks=(8,), schedules=("1f1b",))
     fastest = search([free])[0]
     space = replace(free, memory=(round(0.8 * fastest.fullest),) * 2)
@@ -123,7 +123,7 @@ def test_only_the_stages_that_do_not_fit_are_recomputed():
 
 @few
 @given(measurements())
-def test_a_plan_is_replayed_as_it_is_simulated(measured: Measured):
+def test_predicted_time_equals_the_simulation(measured: Measured):
     for found in search([space_of(measured)]):
         stages, hops = found.costs.stage_costs(found.sizes, found.modes), found.costs.hops(found.sizes)
         assert (
@@ -132,8 +132,8 @@ def test_a_plan_is_replayed_as_it_is_simulated(measured: Measured):
 
 
 @given(st.integers(1, 5000))
-def test_numbers_of_micro_batches_reach_from_all_rows_to_one(rows: int):
-    """The next is never much more than twice as many, and the micro-batches have nearly the same rows."""
+def test_searched_chunks_reach_from_one_to_rows(rows: int):
+    """Each number is at most about twice the previous one, and is the number of micro-batches that results."""
     found = read_chunks(None, rows)
     assert found[0] == 1
     assert found[-1] == rows
@@ -145,7 +145,7 @@ def test_numbers_of_micro_batches_reach_from_all_rows_to_one(rows: int):
 
 @few
 @given(measurements(), st.floats(0.1, 0.98))
-def test_an_error_names_who_is_short_and_what_would_fit(measured: Measured, share: float):
+def test_infeasible_names_the_device_and_fitting_changes(measured: Measured, share: float):
     least = min(each.fullest for each in everything(space_of(measured)))
     space = space_of(measured, max(1, int(share * least)))
     (best,) = search([space])
@@ -165,7 +165,7 @@ def test_an_error_names_who_is_short_and_what_would_fit(measured: Measured, shar
 @few
 @given(measurements(most_layers=5), st.floats(0.5, 1.5))
 @example(SIX, 1.4)
-def test_stages_of_a_device_that_does_not_fit_are_short_of_something(measured: Measured, share: float):
+def test_unfitting_looped_stages_are_short_of_memory(measured: Measured, share: float):
     least = min(each.fullest for each in everything(space_of(measured)))
     for space in looped(space_of(measured, int(share * least))):
         found = search([space])
@@ -174,7 +174,7 @@ def test_stages_of_a_device_that_does_not_fit_are_short_of_something(measured: M
 
 
 @given(st.sampled_from(SCHEDULES), st.sampled_from(MODES), st.integers(1, 40), st.integers(2, 4), st.data())
-def test_a_stage_holds_what_its_order_of_actions_says(
+def test_in_flight_peaks_match_the_order_of_actions(
     schedule: str, mode: str, m: int, devices: int, data: st.DataObject
 ):
     (placement,) = placed([schedule], devices, 2 * devices)
@@ -183,12 +183,13 @@ def test_a_stage_holds_what_its_order_of_actions_says(
     most = in_flight_peaks(schedule, mode, m, placement, j, splits)
     assert max(each.full + each.inputs_only for each in most) == in_flight(program)
     assert all(each.awaiting_weights < each.full and (mode != "never" or not each.inputs_only) for each in most)
-    # What is checkpointed is there as a whole while it is computed only; the last micro-batch need not be that.
+    # A checkpointed micro-batch is full only while it is computed. "except_last" does not checkpoint the last one.
     assert mode == "never" or splits or max(each.full for each in most) <= 1 + (mode == "except_last")
 
 
 @given(measurements(most_stages=1))
-def test_a_stage_takes_its_layers_and_its_loss_once_and_what_is_computed_again(measured: Measured):
+def test_stage_cost_includes_layers_loss_and_recomputation(measured: Measured):
+    """The layers and the loss count once, and recomputed forwards count again."""
     def with_loss(profile: Profile) -> Profile:
         return replace(profile, loss=profile.layers[0], others=tuple(map(with_loss, profile.others)))
 
@@ -203,7 +204,7 @@ def test_a_stage_takes_its_layers_and_its_loss_once_and_what_is_computed_again(m
 
 @given(st.integers(1, 12), st.data())
 def test_neighbors_have_fast_links(count: int, data: st.DataObject):
-    """Of pairs of devices with a fast link to each other, wherever they are among the devices."""
+    """Devices with a fast link between them are neighbors in some order, whatever their indices are."""
     fast, slow = Link(1e-5, 1e11), Link(1e-5, 1e9)
     where = data.draw(st.permutations(range(2 * count)))
     pairs = {frozenset(where[2 * k : 2 * k + 2]) for k in range(count)}

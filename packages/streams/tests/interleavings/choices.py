@@ -1,4 +1,4 @@
-"""Where the choices of a scheduler come from: a record of choices, or random priorities."""
+"""Make the choices of a scheduler, from a record of choices or by random priorities."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import NamedTuple, Protocol
 
 
 class Option(NamedTuple):
-    """Something that can happen next.
+    """A possible next event.
 
     Attributes:
-        preemptions: 1 if it stops a thread that could go on, or lets time pass although a thread could go on.
-        outcome: what happens to the thread: see ``scheduler``.
-        injections: 1 if it is a failure or an interrupt that the program did not ask for.
-        thread: the number of the thread that goes on.
+        preemptions: 1 if it stops a thread that could continue, or lets time pass although a thread could continue.
+        outcome: the outcome for the thread: see ``scheduler``.
+        injections: 1 if it is an injected failure or interrupt.
+        thread: the number of the thread that continues.
         name: its operation.
     """
 
@@ -32,7 +32,7 @@ class Chooser(Protocol):
 
 
 class Choice(NamedTuple):
-    """A choice that was made: the index of the option, the costs of all options, and the number of the step."""
+    """A past choice: the index of the option, the costs of all options, and the number of the step."""
 
     index: int
     costs: tuple[tuple[int, int], ...]
@@ -40,7 +40,7 @@ class Choice(NamedTuple):
 
 
 class Recorded:
-    """The choices of an earlier run, and then the default.
+    """Repeats the choices of an earlier run, and then chooses the default.
 
     Attributes:
         made: all choices so far.
@@ -60,7 +60,7 @@ class Recorded:
 
 
 class Priorities(Recorded):
-    """Random priorities of threads, which change at a few random steps.
+    """Chooses by random priorities of threads, which change at a few random steps.
 
     A run finds a bug that needs ``depth`` ordered events with a probability of at least 1 / (threads * steps **
     (depth - 1)). Source: Burckhardt et al., A Randomized Scheduler with Probabilistic Guarantees of Finding Bugs,
@@ -68,9 +68,9 @@ class Priorities(Recorded):
 
     Args:
         seed: the seed of the priorities.
-        steps: the number of choices of the program, about.
+        steps: the approximate number of choices in the program.
         depth: the number of ordered events.
-        injections: the number of failures and interrupts, at random choices.
+        injections: the number of failures and interrupts to inject at random choices.
     """
 
     def __init__(self, seed: int, steps: int, depth: int = 3, injections: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Run a program once for each order of events: first without preemptions, then with one, then with two."""
+"""Run a program once per order of events: first without preemptions, then with one, then with two."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Interleaving(NamedTuple):
     """One run of a program.
 
     Attributes:
-        indices: the choices, which repeat it.
+        indices: the choices, from which the run can be repeated.
         made: the choices with their costs.
         error: the exception that the program raised, if any.
-        events: what happened.
+        events: a description of each event.
     """
 
     indices: tuple[int, ...]
@@ -33,12 +33,12 @@ class Interleaving(NamedTuple):
 
 
 class Explored(NamedTuple):
-    """What an exploration has tried.
+    """The result of an exploration.
 
     Attributes:
         runs: the number of interleavings.
-        injected: the number of these with a failure or interrupt.
-        complete: the number of preemptions up to which all were tried; -1 for none.
+        injected: the number of interleavings with an injected failure or interrupt.
+        complete: the number of preemptions up to which all interleavings were tried; -1 for none.
         failures: the runs that failed.
     """
 
@@ -54,7 +54,7 @@ Program = Callable[[], Any]
 def run(
     program: Program, chooser: Recorded, *, lines: Collection[str] = (), injects: Collection[str] = ()
 ) -> Interleaving:
-    """Run ``program`` under a scheduler; its threads have to end with it."""
+    """Run ``program`` under a scheduler. Its threads must end with it."""
     scheduler = Scheduler(chooser, lines=lines, injects=injects)
     error: BaseException | None = None
     with installed(scheduler):
@@ -66,7 +66,7 @@ def run(
 
 
 def repeat(program: Program, indices: Sequence[int], **options: Any) -> Any:
-    """Run ``program`` with recorded choices; raise what it raises."""
+    """Run ``program`` with recorded choices, and raise its exception, if any."""
     found = run(program, Recorded(indices), **options)
     if found.error is not None:
         raise found.error
@@ -83,11 +83,15 @@ def explore(
     seed: int = 0,
     **options: Any,
 ) -> Explored:
-    """Try every interleaving of ``program`` with at most so many preemptions and injections.
+    """Try every interleaving of ``program`` with at most ``preemptions`` and ``injections``.
 
     Args:
-        most: the number of runs. If there are more, random ones are taken from those with the most preemptions.
-        failures: stop after so many failures.
+        program: the program.
+        preemptions: the most preemptions.
+        injections: the most failures and interrupts to inject.
+        most: the most runs. If there are more interleavings, those with the most preemptions are sampled at random.
+        failures: the number of failures after which to stop.
+        seed: the seed of the random samples.
         options: see :func:`run`.
     """
     rng = random.Random(seed)
@@ -120,10 +124,11 @@ def explore(
 
 
 class Prefix(NamedTuple):
-    """The first choices of a run, all but the last of which were made by an earlier one.
+    """The first choices of a run. All but the last are the choices of an earlier run.
 
     Attributes:
-        events: what happened in the earlier run.
+        indices: the choices.
+        events: the events of the earlier run.
         count: the number of events before the last choice.
     """
 
@@ -142,7 +147,7 @@ class Prefix(NamedTuple):
 
 
 def _others(one: Interleaving, begin: int, injections: int) -> Iterator[tuple[int, Prefix]]:
-    """The prefixes that differ from a run in one choice, the first after ``begin``, with their preemptions."""
+    """Yield prefixes that differ from a run in one choice, from choice ``begin`` on, with their preemptions."""
     spent, injected = 0, 0
     for k, choice in enumerate(one.made):
         if k >= begin:
@@ -163,7 +168,7 @@ def sample(
     seed: int = 0,
     **options: Any,
 ) -> Explored:
-    """Try random priorities, for programs with too many interleavings: see :class:`Priorities`."""
+    """Try random priorities, for programs with too many interleavings. See :class:`Priorities`."""
     found: list[Interleaving] = []
     injected = 0
     with _Collected():
@@ -179,8 +184,8 @@ def sample(
 
 
 def expect_repeatable(program: Program, **options: Any) -> int:
-    """Raise AssertionError unless two runs with the same choices are the same; return the number of choices."""
-    run(program, Recorded(), **options)  # the first one may differ: it imports modules and fills caches
+    """Return the number of choices. Raise AssertionError unless two runs with the same choices are equal."""
+    run(program, Recorded(), **options)  # the first run may differ, since it imports modules and fills caches
     first, second = (run(program, Recorded(), **options) for _ in range(2))
     for left, right in zip(first.events, second.events, strict=False):
         assert left == right, f"two runs with the same choices differ: {left}, then {right}"

@@ -1,4 +1,4 @@
-"""Let the packages under test use scheduled objects, including the locks that live as long as the process."""
+"""Make the packages under test use scheduled objects, even for locks that live as long as the process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def installed(scheduler: Scheduler) -> Iterator[None]:
 
 @cache
 def locks_of_process(modules_so_far: int) -> Sequence[tuple[Any, str]]:
-    """Return the objects with a lock that was made when a module was imported, and the lock's name."""
+    """Return the objects with a lock that was created when a module was imported, and the lock's name."""
     found: list[tuple[Any, str]] = []
     modules = [module for name, module in [*sys.modules.items()] if name.partition(".")[0] in PACKAGES]
     for module in modules:
@@ -51,7 +51,7 @@ def locks_of_process(modules_so_far: int) -> Sequence[tuple[Any, str]]:
             elif type(value).__module__.partition(".")[0] in PACKAGES:
                 own = getattr(value, "__dict__", {})
                 found += [(value, name) for name, each in own.items() if isinstance(each, _KIND)]
-    # A module may import the lock of another one.
+    # A module may import the lock of a different module.
     return [*{(id(owner), name): (owner, name) for owner, name in found}.values()]
 
 

@@ -1,10 +1,10 @@
 """KeyboardInterrupt wherever the interpreter may raise one, in the files under test.
 
-The interpreter looks for signals after a call, when a function or generator goes on, and at the end of a loop's body,
-but not between other instructions. In particular, nothing can be raised between the body of ``with lock:`` and the
-release of the lock, or between the acquisition and the body. A trace function may raise before any line, also before
-the release: that leaves the lock locked, which no signal does. For the same reason, places are left out whose next
-instruction has a different handler of exceptions.
+The interpreter checks for signals after a call, when a function or generator starts or continues, and at the end of a
+loop's body, but not between other instructions. In particular, nothing can be raised between the body of ``with lock:``
+and the release of the lock, or between the acquisition and the body. A trace function may raise before any line, even
+before the release, and then leaves the lock locked, which no signal does. For the same reason, places are left out if
+the next instruction has a different exception handler.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 _NAMES = "RESUME JUMP_BACKWARD JUMP_ABSOLUTE CALL CALL_KW CALL_FUNCTION CALL_METHOD CALL_FUNCTION_KW CALL_FUNCTION_EX"
 CHECKING = frozenset(opcode.opmap[name] for name in _NAMES.split() if name in opcode.opmap)
-"""After these instructions the interpreter looks for signals (``CHECK_EVAL_BREAKER`` in CPython's ceval.c)."""
+"""After these instructions, the interpreter checks for signals (``CHECK_EVAL_BREAKER`` in CPython's ceval.c)."""
 
 Place = tuple[CodeType, int]
 """An instruction."""
@@ -29,12 +29,12 @@ class Interrupts:
     """Raise KeyboardInterrupt in this thread at one or several of the places where a signal may arrive.
 
     Args:
-        files: the beginnings of the paths of files under test.
-        at: the numbers of the places, each counted from 1, and from the previous interrupt on; 0 for none.
+        files: path prefixes of the files under test.
+        at: the numbers of the places, each counted from 1 after the previous interrupt; 0 for none.
 
     Attributes:
         count: the number of places since the last interrupt.
-        places: each of them, after all interrupts.
+        places: the places after all interrupts.
         interrupts: the number of interrupts.
     """
 
@@ -45,14 +45,14 @@ class Interrupts:
         self._interrupted: list[tuple[FrameType, _Traced]] = []
 
     def during(self, work: Callable[[], object]) -> bool:
-        """Do ``work``; return whether it was interrupted."""
+        """Call ``work``, and return whether it was interrupted."""
         before, profile = sys.gettrace(), sys.getprofile()
         sys.settrace(self._begin)
         try:
             work()
         except KeyboardInterrupt:
             sys.settrace(before)
-            assert self.interrupts  # else the test itself is interrupted
+            assert self.interrupts  # otherwise the test itself was interrupted
             return True
         finally:
             sys.settrace(before)
@@ -78,7 +78,7 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def _go_on(self, frame: FrameType, event: str, _: Any) -> None:
-        """Trace again, because the interpreter removes a trace function that raises."""
+        """Restore the trace function, because the interpreter removes one that raises."""
         sys.setprofile(None)
         interrupted, traced = self._interrupted.pop()
         traced.previous = -1
@@ -87,7 +87,7 @@ class Interrupts:
 
 
 class _Traced:
-    """The trace function of a frame; calls ``arrive`` at each place where a signal may arrive."""
+    """The trace function of a frame, which calls ``arrive`` at each place where a signal may arrive."""
 
     def __init__(self, frame: FrameType, arrive: Callable[[FrameType, _Traced], None]) -> None:
         self._code, self._arrive = code_of(frame.f_code), arrive
@@ -96,12 +96,12 @@ class _Traced:
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
         if event == "opcode":
             before, self.previous = self.previous, frame.f_lasti
-            # The exception of a signal belongs to the instruction that looked for it, and this one to the next.
+            # The exception of a signal belongs to the instruction that checked for it, but this one to the next.
             is_same = before >= 0 and handler(frame.f_code, before) == handler(frame.f_code, frame.f_lasti)
             if is_same and self._code[before] in CHECKING:
                 self._arrive(frame, self)
         elif event == "exception":
-            self.previous = -1  # an instruction that raises is not followed by a look for signals
+            self.previous = -1  # no check for signals follows an instruction that raises
         return self
 
 
@@ -112,7 +112,7 @@ def code_of(code: CodeType) -> bytes:
 
 @cache
 def handler(code: CodeType, offset: int) -> int | None:
-    """Where the code goes on after an exception at an instruction; None if it ends, or before Python 3.11."""
+    """Return the offset of an instruction's exception handler; None if it has none, or before Python 3.11."""
     if not hasattr(code, "co_exceptiontable"):
         return None
     entries = dis._parse_exception_table(code)  # type: ignore[attr-defined]
@@ -120,7 +120,7 @@ def handler(code: CodeType, offset: int) -> int | None:
 
 
 def representatives(places: Collection[Place]) -> list[int]:
-    """The numbers of the first and the last time that each instruction is reached."""
+    """Return the numbers of the places where each instruction is reached for the first and the last time."""
     first: dict[Place, int] = {}
     last: dict[Place, int] = {}
     for number, place in enumerate(places, start=1):

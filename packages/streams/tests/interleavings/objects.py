@@ -1,4 +1,4 @@
-"""Locks, queues and threads that leave their waiting to the scheduler that was active when they were made."""
+"""Locks, queues and threads that wait in the scheduler that was active when they were created."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Scheduled:
     def _wait(
         self, what: str, ready: Callable[[], bool], take: Callable[[], Any], timeout: float | None, *, call: bool = True
     ) -> tuple[bool, Any]:
-        """Wait until ``ready``, then ``take``; return whether it was ready in time, and what was taken."""
+        """Wait until ``ready``, then ``take``. Return whether it was ready in time, and the result of ``take``."""
         if timeout is not None and timeout <= 0:
             self._scheduler.step(f"{self._name}.{what} at once", call=call)
             return (True, take()) if ready() else (False, None)
@@ -111,7 +111,7 @@ class RLock(_Scheduled):
         return self._owner == threading.get_ident()
 
     def is_held(self) -> bool:
-        """Whether any thread holds it."""
+        """Return whether any thread holds the lock."""
         return bool(self._count)
 
     def __enter__(self) -> bool:
@@ -244,7 +244,7 @@ class SimpleQueue(_Scheduled):
 
 
 class Thread(threading.Thread):
-    # is_forgotten: whether Python counts it as ended although it may still run.
+    # is_forgotten: whether Python counts the thread as ended although it may still run.
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self._scheduler, self._task = active[-1], None
@@ -252,10 +252,10 @@ class Thread(threading.Thread):
         self._number = len(self._scheduler.objects)
         self.is_forgotten = False
         super().__init__(*arguments, **options)
-        self.daemon = True  # a program that is given up must not keep the interpreter from ending
+        self.daemon = True  # an aborted program must not keep the interpreter alive
 
     def __hash__(self) -> int:
-        return self._number  # not the address, so that the order of a set is the same in each run
+        return self._number  # unlike the address, it gives sets the same order in each run
 
     def start(self) -> None:
         self._task = self._scheduler.new_task(self)
@@ -295,13 +295,13 @@ class Thread(threading.Thread):
 
 
 def _executors() -> tuple[Any, Any]:
-    """Return the standard library's thread pool and future, made of the objects of this module."""
+    """Return the standard library's thread pool and future, built on the objects of this module."""
     base = _copy_of(concurrent.futures._base)
     base.threading = _Threading(threading)
     pools = _copy_of(concurrent.futures.thread)
     pools.threading, pools._base = _Threading(threading), base
     pools.queue = _Queue(queue)
-    # Held while a pool starts a thread; without the exit of the interpreter, nothing else holds it.
+    # A pool holds this lock while it starts a thread. Apart from that, only the exit of the interpreter holds it.
     pools._global_shutdown_lock = _Nothing()
     return pools.ThreadPoolExecutor, base.Future
 

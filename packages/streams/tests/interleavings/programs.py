@@ -13,14 +13,14 @@ from streams import CPUStream, OutQueue, Task, spawn_workers
 from .objects import active
 
 COUNT = 3
-"""Tasks per worker. The second one fails."""
+"""The number of tasks per worker. The second one fails."""
 
 
 class Work:
-    """Tasks of two workers, and how far each is.
+    """The tasks of two workers, and their progress.
 
     Attributes:
-        put: the number of tasks of each worker that were put into its queue.
+        put: the number of tasks in the queue of each worker so far.
         begun, ended: the tasks that have begun and ended.
     """
 
@@ -42,7 +42,7 @@ class Work:
 
 
 def block_of_workers() -> None:
-    """Leave a block of workers whose tasks succeed and fail: each is answered once, and then the block has ended.
+    """Leave a block of workers whose tasks succeed and fail. Each task is answered once before the block ends.
 
     A KeyboardInterrupt may arrive anywhere, and is raised after the workers have ended.
     """
@@ -68,7 +68,7 @@ def block_of_workers() -> None:
 
 
 def _answers(k: int, work: Work) -> list[Any]:
-    """The answers of worker ``k``; None for the last one."""
+    """Return the expected answers of worker ``k``. The last one is None."""
     failure = KeyboardInterrupt if k else ValueError
     return [*([0, failure, 2][: work.put[k]]), None]
 

@@ -1,4 +1,4 @@
-"""Real threads, exactly one of which runs at a time. Which one goes on is a choice, at each operation that may wait."""
+"""Run real threads one at a time. At each operation that may wait, the thread that continues is a choice."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from .choices import Chooser, Option
 GO, TIMEOUT, FAIL, INTERRUPT, INTERRUPT_AFTER = "go", "timeout", "fail", "interrupt", "interrupt after"
 MOST_STEPS = 200_000
 MOST_TIMEOUTS = 50
-"""In a row, while nothing else happens. A program that goes on like this forever hangs."""
+"""The most consecutive timeouts without other events. A program with more of them hangs."""
 PATIENCE = 120.0
-"""Real seconds. A thread that does not come back waits for something that the scheduler does not control."""
+"""Real seconds. A thread that takes longer waits for something that the scheduler does not control."""
 
 
 class DeadlockError(Exception):
-    """No thread can go on. The message has the stack of each."""
+    """No thread can continue. The message includes the stack of each thread."""
 
 
 class InjectedError(Exception):
-    """Raised where the program under test allows a failure."""
+    """A failure, injected where the program under test allows one."""
 
 
 class _Aborted(BaseException):
-    """Ends the threads of a program that is given up."""
+    """Ends the threads of an aborted program."""
 
 
 class Operation(NamedTuple):
-    """What a thread is about to do.
+    """The pending operation of a thread.
 
     Attributes:
-        name: describes it.
-        ready: returns whether it can be done without waiting.
-        timed: whether the thread stops waiting after some time.
+        name: a description.
+        ready: returns whether the operation can run without waiting.
+        timed: whether the wait has a timeout.
         fails: whether a failure can be injected here.
-        call: whether it is a call, after which the interpreter may raise KeyboardInterrupt; a ``with lock`` is not.
-        pause: whether other threads may go on without a preemption, as if the thread waited.
+        call: whether it is a call, after which the interpreter may raise KeyboardInterrupt. A ``with lock`` is not.
+        pause: whether other threads may continue without a preemption, as if the thread waited.
     """
 
     name: str
@@ -58,7 +58,7 @@ def _always() -> bool:
 
 
 class Task:
-    """A thread of the program, as the scheduler sees it."""
+    """A thread of the program, with its state in the scheduler."""
 
     def __init__(self, number: int, name: str) -> None:
         self.number, self.name = number, name
@@ -71,7 +71,7 @@ class Task:
         self._baton.acquire()
 
     def go_on(self) -> None:
-        with suppress(RuntimeError):  # a program that is given up lets all threads go on
+        with suppress(RuntimeError):  # an abort releases all threads, whether they wait or not
             self._baton.release()
 
     def stop(self) -> None:
@@ -80,16 +80,16 @@ class Task:
 
 
 class Scheduler:
-    """Runs a program whose threads use the objects of ``objects``, with the orders that ``chooser`` chooses.
+    """Runs a program whose threads use the objects of ``objects``, in an order determined by ``chooser``.
 
     Args:
         chooser: chooses among the options at each step.
-        lines: the files in which each line is a step, too.
-        injects: whether KeyboardInterrupt in the main thread, and failures, are among the options.
+        lines: the files in which each line is also a step.
+        injects: the kinds of injected events among the options: failures, and KeyboardInterrupt in the main thread.
 
     Attributes:
         steps: the number of steps so far.
-        events: describes each step; the last ones are in the message of a failure.
+        events: a description of each step. The message of a failure includes the last ones.
         escaped: exceptions that ended a thread, or were reported.
         objects: the locks, queues and so on of the program.
     """
@@ -122,11 +122,11 @@ class Scheduler:
         self._injects = frozenset()
 
     def report(self, error: BaseException) -> None:
-        """Let the program fail with ``error``, even if the code under test catches it."""
+        """Make the program fail with ``error``, even if the code under test catches it."""
         self.escaped.append(error)
 
     def interrupt_main(self) -> None:
-        """Raise KeyboardInterrupt in the main thread when it goes on, as a signal does."""
+        """Raise KeyboardInterrupt in the main thread when it continues, as a signal does."""
         self._signal = True
 
     def step(
@@ -139,16 +139,16 @@ class Scheduler:
         call: bool = False,
         pause: bool = False,
     ) -> str:
-        """Let the chooser decide who goes on; return when it is this thread, and the operation is ready.
+        """Let the chooser pick the thread that continues. Return once it is this one, and its operation is ready.
 
         Returns:
-            ``"go"``; ``"timeout"`` if the thread has waited for too long; ``"interrupt after"`` if KeyboardInterrupt
-            has to be raised after the operation.
+            ``"go"``; ``"timeout"`` if the wait has timed out; ``"interrupt after"`` if KeyboardInterrupt must be raised
+            after the operation.
         """
         if self._error is not None and not self.is_over:
             raise _Aborted
         if not self.controls_this_thread():
-            # After the end of the program, or code that runs while a thread is freed: nobody else runs.
+            # The program has ended, or this code runs while a thread is freed. No other thread runs.
             if not ready() and not timed:
                 raise DeadlockError(f"{name} would wait forever after the end of the program")
             return GO if ready() else TIMEOUT
@@ -163,7 +163,7 @@ class Scheduler:
             raise _Aborted
         ended, self._ended = self._ended, None
         if ended is not None:
-            ended.real_join(PATIENCE)  # it frees its local variables, which may be steps
+            ended.real_join(PATIENCE)  # the thread frees its local variables, which may take steps
         me.pending = None
         if me.outcome == FAIL:
             raise InjectedError(self.events[-1])
@@ -172,7 +172,7 @@ class Scheduler:
         return me.outcome
 
     def _switched(self, me: Task) -> bool:
-        """Choose who goes on, and let it. Return False if it is ``me``."""
+        """Choose a thread, and continue it. Return False if it is ``me``."""
         try:
             task, outcome = self._chosen(me)
         except BaseException as error:
@@ -183,7 +183,7 @@ class Scheduler:
         if task is me:
             return False
         task.go_on()
-        return True  # not compared with ``self.current``, which the other thread may have changed again
+        return True  # ``self.current`` cannot be compared, since the other thread may have changed it
 
     def _chosen(self, me: Task) -> tuple[Task, str]:
         options = self.options(me)
@@ -198,7 +198,7 @@ class Scheduler:
         return self.tasks[number], outcome
 
     def options(self, me: Task) -> list[Option]:
-        """What can happen next, first the default: ``me`` goes on, or the oldest thread that can."""
+        """Return the possible next events. By default, ``me`` continues, or else the oldest thread that can."""
         pending = [(task, task.pending) for task in self.tasks if task.pending is not None]
         pending.sort(key=lambda pair: pair[0] is not me)
         able = [(task, operation) for task, operation in pending if operation.ready() or self._is_signalled(task)]
@@ -228,7 +228,7 @@ class Scheduler:
     # Threads.
 
     def new_task(self, thread: threading.Thread) -> Task:
-        # Not the name of the thread, which may contain the number of threads of the process.
+        # The name of the thread may contain the number of threads of the process, so it is not used.
         task = Task(len(self.tasks), f"thread {len(self.tasks)}")
         task.thread = thread
         task.pending = Operation("begin", _always)
@@ -236,7 +236,7 @@ class Scheduler:
         return task
 
     def run_task(self, task: Task, work: Callable[[], None]) -> None:
-        """Run ``work`` on its own thread, when it is its turn."""
+        """Run ``work`` on its own thread once it is chosen."""
         task.ident = _thread.get_ident()
         try:
             task.stop()
@@ -276,10 +276,11 @@ class Scheduler:
     # The program.
 
     def run(self, program: Callable[[], Any]) -> Any:
-        """Return what ``program`` returns, after all its threads have ended.
+        """Return the result of ``program`` after all its threads have ended.
 
         Raises:
-            DeadlockError: no thread could go on, a thread is left, or one was ended by an exception.
+            DeadlockError: no thread could continue, or a thread is left at the end.
+            BaseException: this exception ended a thread, or was reported.
         """
         report = sys.unraisablehook
         sys.unraisablehook = lambda one: None if one.exc_type is _Aborted else report(one)
@@ -298,7 +299,7 @@ class Scheduler:
             sys.unraisablehook = report
 
     def _finish(self) -> None:
-        """Let other threads go on until they end."""
+        """Continue the other threads until they end."""
         self._injects = frozenset()
         others = self.tasks[1:]
         while any(not task.is_done for task in others):
@@ -346,7 +347,7 @@ class _Traced:
 
 
 def stacks(tasks: Collection[Task] = ()) -> str:
-    """The stack of each thread that has not ended, without the frames of the scheduler."""
+    """Return the stack of each thread that has not ended, without the frames of the scheduler."""
     frames = sys._current_frames()
     named = {task.ident: _description(task) for task in tasks}
     known = {each.ident or 0: each.name for each in threading.enumerate()} if not tasks else {}
