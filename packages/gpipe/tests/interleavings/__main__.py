@@ -4,12 +4,8 @@
     python -m packages.gpipe.tests.interleavings 1f1b --repeat 0,0,1
     python -m packages.gpipe.tests.interleavings 1f1b --runs 1000 --depth 3
 
-<<<<<<< HEAD
-Each scenario is explored twice: the orders of events, and then the orders with one failure or interrupt. Large ones,
-and all with ``--runs``, get random priorities instead.
-=======
-Each scenario is explored twice: without injected events, and then with one failure or interrupt.
->>>>>>> work-h2
+Each scenario is explored twice: without injected events, and then with one failure or interrupt. Large ones, and all
+scenarios with ``--runs``, get random priorities instead of all choices.
 """
 
 from __future__ import annotations
