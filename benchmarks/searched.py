@@ -65,8 +65,8 @@ class Case(NamedTuple):
         return makespan(schedule, self.stages, placement=self.placement, transfer=self.transfer)
 
     def held(self, schedule: Schedule) -> int:
-        walk = schedule.on(self.placement)
-        return max(in_flight(tuple(step.action for step in steps)) for steps in walk)
+        worker_steps = schedule.on(self.placement)
+        return max(in_flight(tuple(step.action for step in steps)) for steps in worker_steps)
 
     def searched(self) -> Schedule:
         return search(

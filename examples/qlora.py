@@ -193,13 +193,13 @@ def show_steps(in_turns: Contender, pipeline: Contender) -> None:
 
 def busy_share(contender: Contender, stage: int) -> float:
     """The median share of a step in which a stage computes."""
-    return statistics.median(timeline.utilisation[stage] for timeline in contender.timelines[1:])
+    return statistics.median(timeline.utilization[stage] for timeline in contender.timelines[1:])
 
 
 def busy_seconds(contender: Contender) -> float:
     """The median of the seconds that all stages compute in a step, together."""
     return statistics.median(
-        timeline.makespan * sum(timeline.utilisation.values()) for timeline in contender.timelines[1:]
+        timeline.makespan * sum(timeline.utilization.values()) for timeline in contender.timelines[1:]
     )
 
 

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from gpipe.schedule import Walk, looped_placement, named, replay, v_placement
+from gpipe.schedule import WorkerSteps, looped_placement, named, replay, v_placement
 
 PAGE = Path(__file__).parents[1] / "docs" / "schedules.md"
 LOOPS, V = looped_placement(4, 2), v_placement(4)
@@ -20,12 +20,12 @@ DRAWN = {
 }
 
 
-def drawn(walk: Walk) -> str:
+def drawn(worker_steps: WorkerSteps) -> str:
     """A cell for each step where it runs, if all take one tick."""
-    spans = replay(walk)
-    lines = [["."] * int(max(span.end for span in spans.values())) for _ in walk]
-    alone = all(step.stage == worker for worker, steps in enumerate(walk) for step in steps)
-    for line, steps in zip(lines, walk, strict=True):
+    spans = replay(worker_steps)
+    lines = [["."] * int(max(span.end for span in spans.values())) for _ in worker_steps]
+    alone = all(step.stage == worker for worker, steps in enumerate(worker_steps) for step in steps)
+    for line, steps in zip(lines, worker_steps, strict=True):
         for step in steps:
             line[int(spans[step].start)] = str(step.action if alone else step)
     width = max(len(cell) for line in lines for cell in line)
@@ -36,5 +36,5 @@ def test_each_schedule_is_drawn_as_it_is():
     sections = re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
     found = {section.split("\n")[0]: re.findall(r"```text\n(.*?)\n```", section, re.DOTALL) for section in sections}
     assert {title: blocks for title, blocks in found.items() if blocks} == {
-        title: [drawn(walk) for walk in walks] for title, walks in DRAWN.items()
+        title: [drawn(worker_steps) for worker_steps in step_lists] for title, step_lists in DRAWN.items()
     }

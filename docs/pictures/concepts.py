@@ -51,7 +51,7 @@ def drawn() -> dict[str, dict[str, Timeline]]:
 def main(folder: Path = HERE) -> None:
     for name, timelines in drawn().items():
         (title, first), *others = timelines.items()
-        first.save(folder / name, title=title, beside=dict(others))
+        first.save(folder / name, title=title, compare_with=dict(others))
 
 
 if __name__ == "__main__":

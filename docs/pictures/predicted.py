@@ -57,7 +57,7 @@ def main() -> None:
     print(f"the first divided by the second: {quartiles([r / s for r, (_, s) in zip(ratios, rounds, strict=True)])}")
     print(f"bubble, predicted {predicted.bubble:.2f}, recorded {quartiles([t.bubble for t, _ in rounds])}")
     print(f"peak bytes of each stage, predicted {predicted.peak_bytes}, recorded {memory.peak_bytes}")
-    predicted.save(HERE / "predicted.svg", title="predicted", beside={"measured": measured})
+    predicted.save(HERE / "predicted.svg", title="predicted", compare_with={"measured": measured})
 
 
 @contextmanager

@@ -54,7 +54,7 @@ def main() -> None:
         memory = " – ".join(f"{peak // MIB}" for peak in dict.fromkeys((max(peaks), min(peaks))))
         print(f"| {name} | {timeline.makespan * 1e3:g} ms | {timeline.bubble:.1%} | {memory} MiB |")
     (first, *_), (timeline, *others) = timelines.keys(), timelines.values()
-    timeline.save(HERE / "schedules.svg", title=first, beside=dict(zip(list(timelines)[1:], others, strict=True)))
+    timeline.save(HERE / "schedules.svg", title=first, compare_with=dict(zip(list(timelines)[1:], others, strict=True)))
     many = simulate(one_forward_one_backward(64, 8), [stage(f"layers {3 * j}–{3 * j + 2}") for j in range(8)])
     many.save(HERE / "timeline-8x64.svg", title="1F1B")
 

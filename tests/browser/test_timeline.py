@@ -35,7 +35,7 @@ def drawings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("drawings")
     for name, schedules in DRAWN.items():
         timeline, *others = (simulate(schedule, [COST] * len(schedule), transfer=0.0001) for schedule in schedules)
-        timeline.save(folder / f"{name}.svg", title=name, beside={str(k): t for k, t in enumerate(others)})
+        timeline.save(folder / f"{name}.svg", title=name, compare_with={str(k): t for k, t in enumerate(others)})
     return folder
 
 

@@ -19,15 +19,15 @@ from torch import nn
 
 from gpipe import GPipe
 from gpipe.distributed import LostRankError, Rank
+from gpipe.distributed._device_links import DeviceLink, DeviceLinks
 from gpipe.distributed._messages import RemoteLink
-from gpipe.distributed._wires import Wire, Wires
 
 from . import accelerator, communicators
 from .faults import Fault, planted
 from .models import MODES, balance, model, reduction_of, rows, some_of, squares, whole_squares
 from .test_tied import model as tied
 
-WIRES, COPY = "gpipe.distributed._wires", "gpipe.transport._copy"
+WIRES, COPY = "gpipe.distributed._device_links", "gpipe.transport._copy"
 
 worlds = pytest.fixture(scope="module")(of_each_size)
 
@@ -188,16 +188,16 @@ def _ready_after_a_step(fault: Fault | None) -> list[bool]:
     ranks, seen = PLACEMENTS["two ranks"], []
     rank = ranks.rank(model(), checkpoint="never")
     rank.step(rows(), loss_fn=squares, reduction="sum")
-    settle = Wires.settle
+    settle = DeviceLinks.settle
 
-    def watched(wires: Wires) -> None:
+    def watched(wires: DeviceLinks) -> None:
         ready = [wire._last for wire in wires.found.values() if wire._last is not None]
         seen.append(all(event.query() for event in ready))
         settle(wires)
         seen.append(all(event.query() for event in ready))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Wires, "settle", watched)
+        patch.setattr(DeviceLinks, "settle", watched)
         with nullcontext() if fault is None else planted(fault):
             rank.step(rows(), loss_fn=squares, reduction="sum")
     return seen
@@ -256,9 +256,9 @@ def _waits(fault: Fault | None) -> bool:
     accelerator.found()
     name = ("send", "receive")[dist.get_rank()]
     with nullcontext() if fault is None else planted(fault):
-        transfer = getattr(Wire, name)
+        transfer = getattr(DeviceLink, name)
 
-        def watched(wire: Wire, *given: Any) -> Any:
+        def watched(wire: DeviceLink, *given: Any) -> Any:
             computes = torch.accelerator.current_stream()
             computed = torch.ones(1, device=computes.device)
             event = computes.record_event()
@@ -271,7 +271,7 @@ def _waits(fault: Fault | None) -> bool:
             return result
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Wire, name, watched)
+            patch.setattr(DeviceLink, name, watched)
             rank.step(rows(), loss_fn=squares, reduction="sum")
     return seen[0]
 

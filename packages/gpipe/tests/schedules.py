@@ -16,14 +16,14 @@ from gpipe.schedule import (
     Schedule,
     Span,
     Step,
-    Walk,
+    WorkerSteps,
+    dependencies_of,
     fill_drain,
-    halves,
     looped_placement,
     named,
     one_forward_one_backward,
     replay,
-    requirement,
+    split_forward_backward,
     v_placement,
     zero_bubble,
 )
@@ -63,8 +63,8 @@ def some_schedule(
     order = list(_ordered(decisions, needs))
     programs = [[step.action for step in order if step.stage == j] for j in range(len(placement))]
     workers = range(max(placement, default=-1) + 1)
-    walk = tuple(tuple(step for step in order if placement[step.stage] == worker) for worker in workers)
-    return Schedule(programs, walk)
+    worker_steps = tuple(tuple(step for step in order if placement[step.stage] == worker) for worker in workers)
+    return Schedule(programs, worker_steps)
 
 
 def _needs(decisions: Iterator[int], m: int, n: int, stop: int) -> Iterator[tuple[Step, set[Step]]]:
@@ -93,9 +93,9 @@ def _ordered(decisions: Iterator[int], needs: Needs) -> Iterator[Step]:
         yield step
 
 
-def held(walk: Walk) -> list[int]:
+def held(worker_steps: WorkerSteps) -> list[int]:
     """Return, for each worker, the largest number of micro-batches in flight."""
-    return [max(accumulate(_changes(steps)), default=0) for steps in walk]
+    return [max(accumulate(_changes(steps)), default=0) for steps in worker_steps]
 
 
 def _changes(steps: Sequence[Step]) -> Iterator[int]:
@@ -105,17 +105,17 @@ def _changes(steps: Sequence[Step]) -> Iterator[int]:
         yield -(last[step.stage, step.action.microbatch] == step)
 
 
-def spans_of(walk: Walk, f: float, i: float, w: float) -> dict[Step, Span]:
+def spans_of(worker_steps: WorkerSteps, f: float, i: float, w: float) -> dict[Step, Span]:
     """When each step runs if a forward takes f, the two parts of a backward i and w, and the whole i + w."""
     seconds = {Kind.FORWARD: f, Kind.BACKWARD: i + w, Kind.BACKWARD_INPUT: i, Kind.BACKWARD_WEIGHT: w}
-    stages = 1 + max(step.stage for step in chain.from_iterable(walk))
-    return replay(walk, [seconds] * stages)
+    stages = 1 + max(step.stage for step in chain.from_iterable(worker_steps))
+    return replay(worker_steps, [seconds] * stages)
 
 
-def idle(walk: Walk, f: float, i: float, w: float) -> float:
+def idle(worker_steps: WorkerSteps, f: float, i: float, w: float) -> float:
     """Return the idle time of the busiest worker."""
-    spans = spans_of(walk, f, i, w)
-    busy = max(sum(spans[step].end - spans[step].start for step in steps) for steps in walk)
+    spans = spans_of(worker_steps, f, i, w)
+    busy = max(sum(spans[step].end - spans[step].start for step in steps) for steps in worker_steps)
     return max(span.end for span in spans.values()) - busy
 
 
@@ -181,7 +181,7 @@ def placed(draw: st.DrawFn) -> tuple[tuple[Program, ...], list[int]]:
     programs = fill_drain(*draw(runs()))
     m, n, stop = draw(runs())
     others = [one_forward_one_backward(m, n, stop), zero_bubble(m, n, stop)]
-    chosen = draw(st.sampled_from([programs, *halves(programs), *others]))
+    chosen = draw(st.sampled_from([programs, *split_forward_backward(programs), *others]))
     return chosen, draw(st.lists(st.integers(0, 3), min_size=len(chosen), max_size=len(chosen)))
 
 
@@ -198,13 +198,13 @@ def steps_of(programs: tuple[Program, ...] | list[Program]) -> list[Step]:
 
 def needs(step: Step, present: set[Step]) -> Step | None:
     """Return the step of a different stage that must precede this one, if any."""
-    return next((needed for needed in requirement(step) if needed in present), None)
+    return next((needed for needed in dependencies_of(step) if needed in present), None)
 
 
-def executed(walks: Sequence[Sequence[Step]]) -> list[Step]:
+def executed(step_lists: Sequence[Sequence[Step]]) -> list[Step]:
     """Return the completed steps of workers that wait for requirements: a model of the links, without time."""
-    present = set(chain.from_iterable(walks))
-    queues = [list(walk) for walk in walks]
+    present = set(chain.from_iterable(step_lists))
+    queues = [list(worker_steps) for worker_steps in step_lists]
     done: list[Step] = []
     progress = True
     while progress:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from gpipe import Event, GPipe, record
 from gpipe._chooser import RUNS, Chooser
-from gpipe.engine._walks import Size
+from gpipe.engine._worker_steps import Size
 from gpipe.schedule import SPLIT_SECONDS, SPLITTING, Choice, Kind, Schedule, choose, in_flight, named, validate
 from gpipe.schedule._named import usual_placement
 from microbatch import Batch

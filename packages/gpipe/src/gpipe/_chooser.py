@@ -10,7 +10,7 @@ from microbatch import Batch
 
 from ._torch import is_profiled
 from .engine._stage import Stage
-from .engine._walks import Size
+from .engine._worker_steps import Size
 from .schedule import SCHEDULES, SPLITTING, Choice, Kind, Schedule, choose, worth_splitting
 from .schedule._choice import choose_by_search, split_in
 from .schedule._named import expect_schedule

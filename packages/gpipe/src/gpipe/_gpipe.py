@@ -19,7 +19,6 @@ from .engine._mini_batch import compute_outputs, train
 from .engine._pipeline import Pipeline
 from .engine._workers import Workers
 from .module._arguments import Device, checked_devices, checked_flag, checked_offload, checked_places
-from .module._cut import checked
 from .module._data import has_data
 from .module._devices import (
     device_map,
@@ -37,6 +36,7 @@ from .module._names import Flattened
 from .module._partition import BalanceError, checked_balance, divide, expect_sequential, recommend_auto_balance
 from .module._rule import SeenSums, named_for
 from .module._signature import class_for
+from .module._split_batch import checked
 from .module._step import Prepared, Stepping
 from .module._transforms import not_compiled, refuse_transforms
 from .schedule import Choice, Schedule
@@ -185,7 +185,7 @@ class GPipe(Stepping):
     @checkpoint.setter
     def checkpoint(self, mode: str | Sequence[str]) -> None:
         modes = expect_fitting(checked_modes(mode), len(self._balance))
-        with self._workers.section.entered():
+        with self._workers.run_lock.entered():
             self.__dict__["_checkpoint"] = modes
 
     @property
@@ -221,7 +221,7 @@ class GPipe(Stepping):
             return inputs.bare
         batches, versions = self._cut(inputs)
         self._warn_of_batch(len(batches))
-        with self._pipeline.section.entered():
+        with self._pipeline.run_lock.entered():
             spec = self._pipeline.spec(self._size(len(batches), trains=torch.is_grad_enabled()))
             outputs = compute_outputs(self._pipeline, spec, batches, versions)
         return self._gathered(outputs, batches)
@@ -231,7 +231,7 @@ class GPipe(Stepping):
 
         Waits until a run on another thread has finished.
         """
-        with self._workers.section.entered():
+        with self._workers.run_lock.entered():
             self._workers.close()
 
     def __len__(self) -> int:
@@ -353,7 +353,7 @@ class GPipe(Stepping):
             The result of that method: usually the tensors by name.
         """
         # While a run has loaded a stage, its modules hold copies.
-        with self._workers.section.entered() if self._offload else nullcontext():
+        with self._workers.run_lock.entered() if self._offload else nullcontext():
             if self._model is None:
                 return super().state_dict(*args, **kwargs)
             return self._model.state_dict(*args, **kwargs)

@@ -78,7 +78,7 @@ class Pipeline:
                 earliest error in the schedule is raised. ``batches`` are unchanged.
         """
         trains, stages = torch.is_grad_enabled(), len(self._checkpoint_stops)
-        with self._pipeline.section.entered():
+        with self._pipeline.run_lock.entered():
             size = self._pipeline.size(len(self.batches), self._checkpoint_stops if trains else (0,) * stages)
             outputs = compute_outputs(self._pipeline, self._pipeline.spec(size), list(self.batches), Versions())
         self.batches[:] = [Batch(guarded(batch).value) for batch in outputs]

@@ -17,7 +17,7 @@ from gpipe.distributed import LostRankError, Rank, average_gradients
 
 from ..layers import Layer, Tied
 from .planted import Planted, expect_gradients, mesh_of_four, own_half
-from .test_rendezvous import expect_named
+from .test_object_exchange import expect_named
 
 SHAPES = [(3, 2), (), (5,), (2, 2), (4, 3)]
 DTYPES = [torch.float32, torch.float64, torch.float32, torch.bfloat16, torch.float32]

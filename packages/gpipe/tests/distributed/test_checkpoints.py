@@ -27,7 +27,7 @@ from gpipe.distributed import LostRankError, Rank, RemoteError, _checkpoints, lo
 
 from ..layers import Layer, Tied
 from .planted import long_but
-from .test_rendezvous import expect_named
+from .test_object_exchange import expect_named
 
 LAYERS = 6
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

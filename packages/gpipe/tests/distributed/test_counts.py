@@ -39,12 +39,7 @@ def _counts() -> dict[str, Any]:
             torch.manual_seed(0)  # the announced seed of a step has as many bytes as its value needs
             rank.step(torch.randn(8, 4), loss_fn=Tensor.mean)
             steps.append(dict(sent))
-    return {
-        "made": steps[0],
-        "first": steps[1],
-        "step": steps[2],
-        "peers": len(rank._processes._rendezvous.groups.peers),
-    }
+    return {"made": steps[0], "first": steps[1], "step": steps[2], "peers": len(rank._processes._exchange.groups.peers)}
 
 
 SIZES = [2, 4, pytest.param(8, marks=pytest.mark.long)]

@@ -19,7 +19,7 @@ from gpipe.distributed._messages import RemoteLink
 
 from ..worlds import world
 from .planted import expect_gradients, mesh_of_four
-from .test_rendezvous import expect_named
+from .test_object_exchange import expect_named
 
 
 def _model() -> nn.Sequential:

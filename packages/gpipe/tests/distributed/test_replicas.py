@@ -15,7 +15,7 @@ from gpipe.distributed import LostRankError, Rank, RemoteError, average_gradient
 
 from ..worlds import world
 from .planted import Planted, batch, expect_gradients, long_but, mesh_of_four, own_half, planted_in, shard
-from .test_rendezvous import expect_named
+from .test_object_exchange import expect_named
 
 SIZE = 4
 

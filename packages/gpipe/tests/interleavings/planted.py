@@ -45,7 +45,7 @@ class Fault(NamedTuple):
 
 
 WORKER, SPAWN, CONTEXT = "streams._worker", "streams._spawn", "streams._context"
-WORKERS, RUN, EXCLUSIVE = "gpipe.engine._workers", "gpipe.engine._run", "gpipe.engine._exclusive"
+WORKERS, RUN, EXCLUSIVE = "gpipe.engine._workers", "gpipe.engine._run", "gpipe.engine._run_lock"
 FAILURES, ACCUMULATE, LINK = "gpipe.engine._failures", "gpipe.engine._accumulate", "gpipe.transport._transport"
 RANDOM, ATTENTION, FORWARD = "gpipe.checkpoint._random", "gpipe.checkpoint._attention", "gpipe.model._forward"
 GENERATORS, POOL, STATE = "gpipe.model._generators", "gpipe.model._pipeline", "gpipe.model._stage_run"
@@ -126,14 +126,14 @@ FAULTS = [
           ("two-failures-3-stages",)),
     # one run at a time
     Fault("several threads may run a pipe", EXCLUSIVE, "with waiting_for(self), self._lock:", "with waiting_for(self):", TWO),
-    Fault("parameters are not claimed", MINI_BATCH, "    run = Run(pipeline, spec)\n    pipeline.section.claim(run.parameters)\n", "    run = Run(pipeline, spec)\n", ("shared-parameters",)),
+    Fault("parameters are not claimed", MINI_BATCH, "    run = Run(pipeline, spec)\n    pipeline.run_lock.claim(run.parameters)\n", "    run = Run(pipeline, spec)\n", ("shared-parameters",)),
     Fault("parameters are claimed after the check", EXCLUSIVE, "            _claimed[self] = parameters\n", "            pass\n",
           ("shared-parameters",)),
     Fault("the claim is not released", EXCLUSIVE, "                _claimed.pop(self, None)\n", "", STEP),
     Fault("a cycle of waits is not detected", EXCLUSIVE, "            _expect_no_cycle(wanted, {*mine})\n", "", ("each-other",)),
     Fault("a wait is recorded after the check of both", EXCLUSIVE, "            _waits[get_ident()] = mine, wanted\n", "", ("each-other",)),
     Fault("the lock of the generators is not among the waits", GENERATORS, "holding(_GENERATORS, _lock)", "_lock", ("pipe-in-a-block",)),
-    Fault("close does not wait for a run", "gpipe._gpipe", "        with self._workers.section.entered():\n            self._workers.close()",
+    Fault("close does not wait for a run", "gpipe._gpipe", "        with self._workers.run_lock.entered():\n            self._workers.close()",
           "        self._workers.close()", ("closed-while-computing",)),
     # gradients and random numbers
     Fault("copies of tied weights are not summed", RUN, "return add_to({}, self._tied.joined(gradients) if self._tied.shares else gradients)",

@@ -21,7 +21,7 @@ from gpipe import GPipe
 from gpipe._current import current
 from gpipe._torch import is_intercepting
 from gpipe.checkpoint import _operations
-from gpipe.engine import _exclusive
+from gpipe.engine import _run_lock
 from gpipe.schedule import Kind
 
 from ..layers import assert_same, linear, on_backward, rows, squares, trained
@@ -239,8 +239,8 @@ def expect_nothing_left(pipe: GPipe) -> None:
     assert not torch.is_inference_mode_enabled()
     assert not is_intercepting()
     assert current.work.step is None
-    assert _exclusive._inside.holds == _exclusive._inside.serves == ()
-    assert not _exclusive._claimed
+    assert _run_lock._inside.holds == _run_lock._inside.serves == ()
+    assert not _run_lock._claimed
     held = [lock for lock in locks() if lock.is_held()]
     assert not held, f"{len(held)} locks are still held"
     for module in pipe.modules():

@@ -54,9 +54,9 @@ def test_planned_bytes_are_the_peak_of_loaded_stages(devices: int, each: int, ch
     buffers = [min(1, 2 * sizes[j]) for j in range(len(placement))]
     found = device_bytes(placement, stages, buffers)
     always = [sum(size for size, own in zip(buffers, placement, strict=True) if own == k) for k in range(devices)]
-    walk = named("looped_bfs", chunks, placement, 0).loading(placement).walk
-    assert walk is not None
-    for k, line in enumerate(walk):
+    worker_steps = named("looped_bfs", chunks, placement, 0).loading(placement).worker_steps
+    assert worker_steps is not None
+    for k, line in enumerate(worker_steps):
         loaded, most = set[int](), 0
         for stage, (kind, _) in line:
             loaded = loaded | {stage} if kind is Kind.LOAD else loaded - {stage} if kind is Kind.UNLOAD else loaded

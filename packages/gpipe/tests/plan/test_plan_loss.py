@@ -18,7 +18,7 @@ from gpipe._plan._arguments import SCHEDULES, placed
 from gpipe._plan._costs import Measured
 from gpipe._plan._loss import WAITING
 from gpipe._plan._search import search
-from gpipe.engine._walks import Size, waits
+from gpipe.engine._worker_steps import Size, waits
 from gpipe.simulate import simulate
 from profiler import Profile, profile
 

@@ -190,6 +190,7 @@ def test_in_flight_peaks_match_the_order_of_actions(
 @given(measurements(most_stages=1))
 def test_stage_cost_includes_layers_loss_and_recomputation(measured: Measured):
     """The layers and the loss count once, and recomputed forwards count again."""
+
     def with_loss(profile: Profile) -> Profile:
         return replace(profile, loss=profile.layers[0], others=tuple(map(with_loss, profile.others)))
 

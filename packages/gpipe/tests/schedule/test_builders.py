@@ -12,10 +12,9 @@ from gpipe.schedule import (
     Kind,
     Schedule,
     Step,
-    Walk,
+    WorkerSteps,
     clock_cycles,
     fill_drain,
-    halves,
     in_flight,
     interleaved,
     interleaved_zero_bubble,
@@ -24,6 +23,7 @@ from gpipe.schedule import (
     named,
     one_forward_one_backward,
     replay,
+    split_forward_backward,
     validate,
     zero_bubble,
 )
@@ -31,9 +31,9 @@ from gpipe.schedule import (
 from ..schedules import Scheduled, counts, executed, held, idle, names, scheduled, sizes, spans_of, steps_of
 
 
-def makespan(walk: Walk) -> float:
+def makespan(worker_steps: WorkerSteps) -> float:
     """In ticks."""
-    return max(span.end for span in replay(walk).values())
+    return max(span.end for span in replay(worker_steps).values())
 
 
 @given(sizes)
@@ -48,9 +48,9 @@ def test_a_tick_is_a_diagonal_of_cells(size: tuple[int, int]) -> None:
 def test_fill_drain_has_optimal_makespan(size: tuple[int, int]) -> None:
     """Recomputations hide behind the backwards of other stages."""
     m, n = size
-    for half in halves(fill_drain(m, n)):
+    for half in split_forward_backward(fill_drain(m, n)):
         assert makespan(half.on(range(n))) == m + n - 1
-    _, backwards = halves(fill_drain(m, n, checkpoint_stop=m))
+    _, backwards = split_forward_backward(fill_drain(m, n, checkpoint_stop=m))
     assert makespan(backwards.on(range(n))) == 2 * m + n - 1
 
 
@@ -133,9 +133,9 @@ def test_looped_bfs_bubble_matches_formula(m: int, k: int, v: int, f: int, b: in
 
 @given(counts, workers, loops)
 def test_looped_bfs_runs_stages_contiguously(m: int, k: int, v: int) -> None:
-    walk = on(looped_bfs(m, k * v, k), k)
-    assert held(walk) == [v * m] * k
-    for steps in walk:
+    worker_steps = on(looped_bfs(m, k * v, k), k)
+    assert held(worker_steps) == [v * m] * k
+    for steps in worker_steps:
         runs = [steps[first : first + m] for first in range(0, len(steps), m)]
         assert all(len({(step.stage, step.action.kind) for step in run}) == 1 for run in runs)
 
@@ -143,8 +143,8 @@ def test_looped_bfs_runs_stages_contiguously(m: int, k: int, v: int) -> None:
 @given(st.integers(1, 3), workers, loops, st.tuples(*[st.integers(1, 9)] * 3))
 def test_interleaved_zero_bubble_matches_formula(groups: int, k: int, v: int, seconds: tuple[int, int, int]) -> None:
     w, i, f = sorted(seconds)
-    walk = on(interleaved_zero_bubble(groups * k, k * v, k), k)
-    assert idle(walk, f, i, w) == (k - 1) * (f + i - w)
+    worker_steps = on(interleaved_zero_bubble(groups * k, k * v, k), k)
+    assert idle(worker_steps, f, i, w) == (k - 1) * (f + i - w)
 
 
 @given(st.integers(1, 3), workers, loops, st.integers(1, 9), st.integers(1, 9))

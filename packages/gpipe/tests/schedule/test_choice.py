@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe.schedule import (
+    CHOICE_TOLERANCE,
     SPLIT_SECONDS,
-    TIE,
     Choice,
     Kind,
     Seconds,
@@ -61,7 +61,7 @@ def test_choose_is_fastest_with_least_memory(case: Case):
     choice = choose(*case)
     assert set(choice.seconds) == set(BY_MEMORY)
     fastest = min(choice.seconds.values())
-    ties = [name for name in BY_MEMORY if choice.seconds[name] <= fastest * (1 + TIE)]
+    ties = [name for name in BY_MEMORY if choice.seconds[name] <= fastest * (1 + CHOICE_TOLERANCE)]
     assert choice.name == ties[0]
     makespan = simulate(case.schedule(choice), case.costs(), placement=case.placement).makespan
     assert choice.seconds[choice.name] == makespan
@@ -110,11 +110,13 @@ def test_search_matches_zero_bubble(case: Case):
     assert simulate(choice.schedule, case.costs(), placement=case.placement).makespan == choice.seconds["search"]
     split = worth_splitting(case.seconds, case.may_split)
     assert set(choice.split) <= set(split)
-    walks = [
+    step_lists = [
         each.on(case.placement)
         for each in (choice.schedule, named(usual, case.microbatches, case.placement, case.checkpoint_stop, split))
     ]
-    ours, theirs = (max(in_flight(tuple(step.action for step in steps)) for steps in walk) for walk in walks)
+    ours, theirs = (
+        max(in_flight(tuple(step.action for step in steps)) for steps in worker_steps) for worker_steps in step_lists
+    )
     assert ours <= theirs
 
 

@@ -24,14 +24,14 @@ durations = st.fixed_dictionaries(dict.fromkeys(Kind, st.integers(0, 8).map(floa
 @given(scheduled(), durations)
 def test_actions_start_when_they_do_in_a_replay(case: Scheduled, took: dict[Kind, float]) -> None:
     schedule, m, placement = case
-    walk, coded = schedule.on(placement), coded_for(m, placement, took)
-    order = coded.order_of(walk)
-    assert coded.walk_of(order) == walk
+    worker_steps, coded = schedule.on(placement), coded_for(m, placement, took)
+    order = coded.order_of(worker_steps)
+    assert coded.worker_steps(order) == worker_steps
     found = coded.replay(order)
     assert found is not None
-    spans = replay(walk, coded.problem.seconds, coded.problem.hops)
+    spans = replay(worker_steps, coded.problem.seconds, coded.problem.hops)
     assert found[0] == max(span.end for span in spans.values()) == coded.makespan(order)
-    for steps, line in zip(walk, order, strict=True):
+    for steps, line in zip(worker_steps, order, strict=True):
         assert [found[1][code] for code in line] == [spans[step].start for step in steps]
 
 
@@ -41,7 +41,7 @@ def test_orders_that_wait_forever_have_no_makespan(programs: list[Program], took
     coded = coded_for(m, list(range(len(programs))), took)
     order = coded.order_of([[(j, action) for action in program] for j, program in enumerate(programs)])
     try:
-        replay(coded.walk_of(order), coded.problem.seconds, coded.problem.hops)
+        replay(coded.worker_steps(order), coded.problem.seconds, coded.problem.hops)
     except ValueError:
         assert coded.replay(order) is None
     else:

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.schedule import Action, Kind, Schedule, Step, Walk, named, replay
+from gpipe.schedule import Action, Kind, Schedule, Step, WorkerSteps, named, replay
 from gpipe.schedule._actions import MOVES
 from gpipe.schedule._loads import expect_loaded, with_loads
 from gpipe.simulate import StageCost, makespan, simulate
 
 
 @st.composite
-def walks(draw: st.DrawFn) -> Walk:
+def step_lists(draw: st.DrawFn) -> WorkerSteps:
     """The steps of a few workers, in any order, which need not make sense."""
     workers = draw(st.integers(1, 3))
     owner = draw(st.lists(st.integers(0, workers - 1), min_size=1, max_size=6))
@@ -27,12 +27,14 @@ def walks(draw: st.DrawFn) -> Walk:
     return tuple(lines)
 
 
-@given(walks(), st.sets(st.integers(0, 5)), st.integers(1, 4))
-def test_loads_precede_computations_within_room(walk: Walk, offloaded: set[int], room: int) -> None:
-    found = with_loads(walk, offloaded, room)
+@given(step_lists(), st.sets(st.integers(0, 5)), st.integers(1, 4))
+def test_loads_precede_computations_within_room(worker_steps: WorkerSteps, offloaded: set[int], room: int) -> None:
+    found = with_loads(worker_steps, offloaded, room)
     expect_loaded(found, offloaded)
     assert max(most_loaded(found)) <= room
-    assert [[step for step in line if step.action.kind not in MOVES] for line in found] == [[*line] for line in walk]
+    assert [[step for step in line if step.action.kind not in MOVES] for line in found] == [
+        [*line] for line in worker_steps
+    ]
     moves = [step for step in chain.from_iterable(found) if step.action.kind in MOVES]
     assert len({*moves}) == len(moves)  # numbered
     counts = Counter(step.action.kind for step in moves)
@@ -40,10 +42,10 @@ def test_loads_precede_computations_within_room(walk: Walk, offloaded: set[int],
     assert with_loads(found, offloaded, room) == found or not moves
 
 
-def most_loaded(walk: Walk) -> list[int]:
+def most_loaded(worker_steps: WorkerSteps) -> list[int]:
     """The largest number of stages that each worker holds at once."""
     most = []
-    for line in walk:
+    for line in worker_steps:
         changes = [(step.action.kind == Kind.LOAD) - (step.action.kind == Kind.UNLOAD) for step in line]
         most.append(max(accumulate(changes, initial=0)))
     return most
@@ -85,9 +87,9 @@ def test_breadth_first_loads_stages_twice(stages: int, room: int) -> None:
 )
 def test_any_stages_may_be_breadth_first(placement: list[int]) -> None:
     """Each worker finishes the forwards of a stage before it starts the next stage."""
-    walk = named("looped_bfs", 3, placement).on(placement)
-    replay(walk)
-    for worker, line in enumerate(walk):
+    worker_steps = named("looped_bfs", 3, placement).on(placement)
+    replay(worker_steps)
+    for worker, line in enumerate(worker_steps):
         own = [j for j, each in enumerate(placement) if each == worker]
         assert [stage for stage, _ in groupby(step.stage for step in line)] == [*own, *own[-2::-1]]
 

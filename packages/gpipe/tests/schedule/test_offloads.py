@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.schedule import Action, Kind, Schedule, Step, Walk, in_flight, named, replay, validate
+from gpipe.schedule import Action, Kind, Schedule, Step, WorkerSteps, in_flight, named, replay, validate
 from gpipe.schedule._actions import TRANSFERS, TRIPS
 from gpipe.schedule._loads import expect_loaded, with_loads
 from gpipe.schedule._offloads import cells_offloaded, expect_prefetched, with_offloads
@@ -19,28 +19,31 @@ BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 
 @st.composite
-def walks(draw: st.DrawFn) -> tuple[Walk, int]:
+def step_lists(draw: st.DrawFn) -> tuple[WorkerSteps, int]:
     """Draw the steps of any schedule, or only its forwards or backwards, and its stages."""
     m, stages = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     placement = draw(st.lists(st.integers(0, 2), min_size=stages, max_size=stages))
-    walk = some_schedule(draw(CHOICES), m, placement, draw(st.integers(0, m))).on(placement)
+    worker_steps = some_schedule(draw(CHOICES), m, placement, draw(st.integers(0, m))).on(placement)
     part = draw(st.sampled_from(["all", "forwards", "backwards"]))
     if part != "all":
-        walk = tuple(
-            tuple(step for step in line if (step.action.kind == Kind.FORWARD) == (part == "forwards")) for line in walk
+        worker_steps = tuple(
+            tuple(step for step in line if (step.action.kind == Kind.FORWARD) == (part == "forwards"))
+            for line in worker_steps
         )
-    return walk, stages
+    return worker_steps, stages
 
 
-@given(walks(), st.sets(st.integers(0, 3)), st.integers(1, 4))
-def test_offloaded_cells_return_within_room(given: tuple[Walk, int], offloading: set[int], room: int) -> None:
-    walk, _ = given
-    found = with_offloads(walk, offloading, room)
-    steps = [step for line in walk for step in line]
+@given(step_lists(), st.sets(st.integers(0, 3)), st.integers(1, 4))
+def test_offloaded_cells_return_within_room(given: tuple[WorkerSteps, int], offloading: set[int], room: int) -> None:
+    worker_steps, _ = given
+    found = with_offloads(worker_steps, offloading, room)
+    steps = [step for line in worker_steps for step in line]
     whole = any(step.action.kind == Kind.FORWARD for step in steps) == any(s.action.kind in BACKWARDS for s in steps)
     if whole:
         expect_prefetched(found, offloading)
-    assert [[step for step in line if step.action.kind not in TRIPS] for line in found] == [[*line] for line in walk]
+    assert [[step for step in line if step.action.kind not in TRIPS] for line in found] == [
+        [*line] for line in worker_steps
+    ]
     moved = Counter(step for line in found for step in line if step.action.kind in TRIPS)
     assert {*moved.values()} <= {1}
     assert {step.stage for step in moved} <= offloading
@@ -80,12 +83,14 @@ def test_worker_holds_at_most_room_cells(m: int, stages: int, room: int) -> None
     assert max(map(in_flight, whole)) <= room
 
 
-@given(walks(), st.sets(st.integers(0, 3)), st.sets(st.integers(0, 3)))
-def test_loads_and_offloads_are_independent(given: tuple[Walk, int], loaded: set[int], offloading: set[int]) -> None:
+@given(step_lists(), st.sets(st.integers(0, 3)), st.sets(st.integers(0, 3)))
+def test_loads_and_offloads_are_independent(
+    given: tuple[WorkerSteps, int], loaded: set[int], offloading: set[int]
+) -> None:
     """They may be added in either order."""
-    walk, _ = given
-    first = with_offloads(with_loads(walk, loaded), offloading)
-    second = with_loads(with_offloads(walk, offloading), loaded)
+    worker_steps, _ = given
+    first = with_offloads(with_loads(worker_steps, loaded), offloading)
+    second = with_loads(with_offloads(worker_steps, offloading), loaded)
     for found in (first, second):
         expect_loaded(found, loaded)
     for kinds in (TRIPS, tuple({*TRANSFERS} - {*TRIPS})):

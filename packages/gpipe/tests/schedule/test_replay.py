@@ -17,13 +17,13 @@ MODES = st.sampled_from(["never", "except_last", "always"])
 @given(orders(), st.data())
 def test_each_step_begins_as_soon_as_it_can(case: Scheduled, data: st.DataObject) -> None:
     schedule, _, placement = case
-    walk, n = schedule.on(placement), len(schedule)
+    worker_steps, n = schedule.on(placement), len(schedule)
     seconds = data.draw(st.lists(st.fixed_dictionaries(dict.fromkeys(Kind, SECONDS)), min_size=n, max_size=n))
     hops = data.draw(st.lists(SECONDS, min_size=n, max_size=n))
-    present = {step for steps in walk for step in steps}
-    spans = replay(walk, seconds, hops)
+    present = {step for steps in worker_steps for step in steps}
+    spans = replay(worker_steps, seconds, hops)
     assert spans.keys() == present
-    for steps in walk:
+    for steps in worker_steps:
         clock = 0.0
         for step in steps:
             source = needs(step, present)
@@ -35,13 +35,17 @@ def test_each_step_begins_as_soon_as_it_can(case: Scheduled, data: st.DataObject
 
 @given(shuffled())
 def test_replay_fails_only_on_deadlocks(programs: list[Program]) -> None:
-    walk = tuple(tuple(Step(j, action) for action in program) for j, program in enumerate(programs))
-    done = executed(walk)
-    if len(done) == sum(map(len, walk)):
-        assert len(replay(walk)) == len(done) == len(Schedule(programs).on(range(len(programs)))[0]) * len(programs)
+    worker_steps = tuple(tuple(Step(j, action) for action in program) for j, program in enumerate(programs))
+    done = executed(worker_steps)
+    if len(done) == sum(map(len, worker_steps)):
+        assert (
+            len(replay(worker_steps))
+            == len(done)
+            == len(Schedule(programs).on(range(len(programs)))[0]) * len(programs)
+        )
         return
-    stuck = [next(step for step in steps if step not in done) for steps in walk if not set(steps) <= set(done)]
-    for run in (lambda: replay(walk), lambda: Schedule(programs).on(range(len(programs)))):
+    stuck = [next(step for step in steps if step not in done) for steps in worker_steps if not set(steps) <= set(done)]
+    for run in (lambda: replay(worker_steps), lambda: Schedule(programs).on(range(len(programs)))):
         with pytest.raises(ValueError, match=r"wait for each other forever: ") as caught:
             run()
         told = str(caught.value).split(": ", 1)[1].split(", ")

@@ -1,4 +1,4 @@
-"""Schedules as data: walks of workers, recomputations that are written down, and text."""
+"""Schedules as data: steps of workers, recomputations that are written down, and text."""
 
 from collections import Counter
 from itertools import pairwise
@@ -64,7 +64,7 @@ def test_equal_schedules_do_the_same_on_any_workers(
     one: tuple[Schedule, list[int]], other: tuple[Schedule, list[int]]
 ) -> None:
     schedule, placement = one
-    again = Schedule(tuple(schedule), schedule.walk)
+    again = Schedule(tuple(schedule), schedule.worker_steps)
     assert again == schedule
     assert hash(again) == hash(schedule)
     assert again.on(placement) == schedule.on(placement)
@@ -73,16 +73,18 @@ def test_equal_schedules_do_the_same_on_any_workers(
 
 
 @pytest.mark.parametrize(
-    ("programs", "walk", "named"),
+    ("programs", "worker_steps", "named"),
     [
         (fill_drain(1, 2), (tuple(steps_of(fill_drain(2, 2))),), "different steps of stage 0"),
         (fill_drain(1, 2), (tuple(steps_of(fill_drain(1, 1))),), "different steps of stage 1"),
         (fill_drain(1, 1), tuple((step,) for step in steps_of(fill_drain(1, 1))), "stage 0 are on 2 workers"),
     ],
 )
-def test_walk_must_match_programs(programs: Schedule, walk: tuple[tuple[Step, ...], ...], named: str) -> None:
+def test_worker_steps_must_match_programs(
+    programs: Schedule, worker_steps: tuple[tuple[Step, ...], ...], named: str
+) -> None:
     with pytest.raises(ValueError, match=named):
-        Schedule(programs, walk)
+        Schedule(programs, worker_steps)
 
 
 @given(orders(), st.integers(0, 4))
@@ -92,7 +94,7 @@ def test_recomputing_leaves_all_else_in_its_place(problem: Scheduled, stop: int)
     validate(again, m, placement)
     added = set(steps_of(again)) - set(steps_of(schedule))
     for before, after in zip(schedule.on(placement), again.on(placement), strict=True):
-        assert tuple(step for step in after if step not in added) == before or schedule.walk is None
+        assert tuple(step for step in after if step not in added) == before or schedule.worker_steps is None
     for program, longer in zip(schedule, again, strict=True):
         assert tuple(action for action in longer if action in program) == program
         assert {i for kind, i in longer if kind == Kind.RECOMPUTE} >= set(range(min(stop, m)))

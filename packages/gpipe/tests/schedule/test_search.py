@@ -13,7 +13,7 @@ from gpipe.schedule import (
     Kind,
     Schedule,
     Step,
-    Walk,
+    WorkerSteps,
     in_flight,
     looped_placement,
     named,
@@ -51,11 +51,11 @@ class Case:
         spans = replay(schedule.on(self.placement), self.seconds, self.hops)
         return max(span.end for span in spans.values())
 
-    def peaks(self, walk: Walk) -> list[int]:
+    def peaks(self, worker_steps: WorkerSteps) -> list[int]:
         """The most bytes that each worker holds, if it frees a micro-batch of a stage after its last action."""
-        recomputed = {(stage, i) for steps in walk for stage, (kind, i) in steps if kind == Kind.RECOMPUTE}
+        recomputed = {(stage, i) for steps in worker_steps for stage, (kind, i) in steps if kind == Kind.RECOMPUTE}
         found = []
-        for steps in walk:
+        for steps in worker_steps:
             last = {(stage, action.microbatch): k for k, (stage, action) in enumerate(steps)}
             held, most = dict[tuple[int, int], int](), 0
             for k, (stage, (kind, i)) in enumerate(steps):
@@ -82,8 +82,8 @@ class Case:
             for j in reversed(stages):
                 again = [Action(Kind.RECOMPUTE, i)] if i < self.checkpoint_stop[j] else []
                 order += [Step(j, action) for action in (*again, Action(Kind.BACKWARD, i))]
-            walk = tuple(tuple(s for s in order if self.placement[s.stage] == r) for r in range(len(needed)))
-            needed = [*map(max, needed, self.peaks(walk))]
+            worker_steps = tuple(tuple(s for s in order if self.placement[s.stage] == r) for r in range(len(needed)))
+            needed = [*map(max, needed, self.peaks(worker_steps))]
         return needed
 
 
@@ -173,9 +173,9 @@ def test_search_matches_v_half_and_v_min(workers: int, memory: str, bubble: floa
     m, place = 2 * workers, v_placement(2 * workers)
     assert in_flight(one_forward_one_backward(m, workers)[0]) == workers
     most = 2 * ((workers + 2) // 2 if memory == "half" else (workers + 4) // 3)
-    walk = search(m, place, memory=most).on(place)
-    assert all(in_flight([step.action for step in steps]) <= most for steps in walk)
-    assert idle(walk, 1, 1, 1) <= bubble * 6 * (workers - 1)
+    worker_steps = search(m, place, memory=most).on(place)
+    assert all(in_flight([step.action for step in steps]) <= most for steps in worker_steps)
+    assert idle(worker_steps, 1, 1, 1) <= bubble * 6 * (workers - 1)
 
 
 def test_search_matches_zb_v() -> None:

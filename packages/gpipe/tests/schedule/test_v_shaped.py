@@ -51,12 +51,12 @@ def test_memory_is_bounded_in_micro_batches(make: Callable[..., Schedule], m: in
 def test_zbv_has_no_bubble(more: int, k: int, unit: int) -> None:
     """The published bubble is none, of the longest time that a worker takes (arXiv 2405.15362, table 2)."""
     m = 2 * k - 2 + more
-    walk = on_a_v(zbv(m, 2 * k))
-    spans = spans_of(walk, unit, unit, unit)
-    for r, steps in enumerate(walk):
+    worker_steps = on_a_v(zbv(m, 2 * k))
+    spans = spans_of(worker_steps, unit, unit, unit)
+    for r, steps in enumerate(worker_steps):
         assert spans[steps[0]].start == r * unit
         assert all(spans[step].wait == 0 for step in steps[1:])
-    assert idle(walk, unit, unit, unit) == (k - 1) * unit  # at the ends
+    assert idle(worker_steps, unit, unit, unit) == (k - 1) * unit  # at the ends
 
 
 @given(counts, workers)
@@ -74,9 +74,9 @@ def test_dualpipev_bubble_matches_publication(more: int, k: int, data: st.DataOb
     i = data.draw(st.integers(1, 9))
     w = data.draw(st.integers(1, i))
     f = data.draw(st.integers(1, i + w))
-    walk = on_a_v(dualpipev(2 * k - 1 + more, 2 * k))
-    assert idle(walk, f, i, w) <= (k - 1) * ((f + i + w) + (i + w) - 3 * w)
-    assert idle(walk, f, f, f) == (k - 1) * f
+    worker_steps = on_a_v(dualpipev(2 * k - 1 + more, 2 * k))
+    assert idle(worker_steps, f, i, w) <= (k - 1) * ((f + i + w) + (i + w) - 3 * w)
+    assert idle(worker_steps, f, f, f) == (k - 1) * f
 
 
 @given(counts, workers)

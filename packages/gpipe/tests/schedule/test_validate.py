@@ -53,7 +53,7 @@ def trains(schedule: Schedule, m: int, placement: Sequence[int]) -> bool:
             return False
         if any(k >= m for _, k in computed):
             return False
-    return len(executed(schedule.walk or lines_of(schedule))) == len(steps_of(schedule))
+    return len(executed(schedule.worker_steps or lines_of(schedule))) == len(steps_of(schedule))
 
 
 def lines_of(schedule: Schedule) -> list[list[Step]]:

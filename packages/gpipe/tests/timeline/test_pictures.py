@@ -112,7 +112,7 @@ def test_the_ending_says_what_is_written(ending: str, begin: str, tmp_path: Path
 
 
 def test_another_beside(tmp_path: Path):
-    uniform(2, 2).save(tmp_path / "t.svg", title="predicted", beside={"measured": uniform(3, 2)})
+    uniform(2, 2).save(tmp_path / "t.svg", title="predicted", compare_with={"measured": uniform(3, 2)})
     texts = said((tmp_path / "t.svg").read_text(encoding="utf-8"))
     assert [text.split(":")[0] for text in texts if "micro-batches" in text] == ["predicted", "measured"]
 
@@ -120,7 +120,7 @@ def test_another_beside(tmp_path: Path):
 @pytest.mark.parametrize(("name", "beside"), [("t.gif", {}), ("t", {}), ("t.json", {"other": Timeline()})])
 def test_an_ending_that_does_not_fit(name: str, beside: dict[str, Timeline], tmp_path: Path):
     with pytest.raises(ValueError, match=r"path: expected a name that ends in \.svg.* or \.(json|html), got"):
-        Timeline().save(tmp_path / name, beside=beside)
+        Timeline().save(tmp_path / name, compare_with=beside)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import gpipe
 from gpipe import Event, GPipe, record
-from gpipe.schedule import SCHEDULES, Action, Schedule, Step, fill_drain, named, requirement
+from gpipe.schedule import SCHEDULES, Action, Schedule, Step, dependencies_of, fill_drain, named
 from gpipe.timeline._record import Clock, Look
 from gpipe.timeline._svg import svg
 from gpipe.transport._transport import Link
@@ -73,7 +73,7 @@ def test_actions_are_recorded_once_in_possible_order(run: tuple[GPipe, str | Non
         assert [step_of(e).action for e in events if e.stage == j] == list(program)
     starts = {step_of(e): e.start for e in events}
     for step in expected:
-        for needed in requirement(step):
+        for needed in dependencies_of(step):
             assert needed not in starts or starts[needed] <= starts[step]
     assert timeline.workers == dict(enumerate(pipe._workers.placement))
     assert [e.layers for e in events] == [f"'{e.stage}'" for e in events]

@@ -23,18 +23,18 @@ def event(stage: int, start: float, end: float, **more: object) -> Event:
 @given(timelines, st.sampled_from([0.25, 2.0, 1024.0]))
 def test_idle_and_busy_time_add_up(timeline: Timeline, factor: float) -> None:
     """The shares do not depend on the unit of time."""
-    shares = timeline.utilisation
+    shares = timeline.utilization
     assert all(0 <= share <= 1 for share in shares.values())
     assert math.isclose(sum(shares.values()) + timeline.bubble * len(shares), len(shares), abs_tol=1e-9)
     slower = (replace(each, start=each.start * factor, end=each.end * factor) for each in timeline.events)
     again = Timeline(slower, timeline.workers)
     assert again.makespan == timeline.makespan * factor
-    assert again.utilisation == pytest.approx(shares)
+    assert again.utilization == pytest.approx(shares)
 
 
 def test_overlapping_actions_count_once():
     spans = [(0, 10), (1, 2), (5, 6), (19, 20)]
-    assert Timeline(event(0, *span) for span in spans).utilisation == {0: 11 / 20}
+    assert Timeline(event(0, *span) for span in spans).utilization == {0: 11 / 20}
 
 
 @fewer

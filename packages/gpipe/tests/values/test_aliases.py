@@ -46,7 +46,7 @@ VIEWS = {
     "alias": lambda t: [t.view_as(t)],
     "column": lambda t: [t[:, :1]],
     "columns": lambda t: [t[:, 1:]],
-    "halves": lambda t: list(t.chunk(2, 1)),
+    "split_forward_backward": lambda t: list(t.chunk(2, 1)),
     "split": lambda t: list(t.split(1, 1)),
     "select": lambda t: [t.select(1, 0)],
     "expand": lambda t: [t[:, :1].expand(-1, WIDTH)],
@@ -76,7 +76,7 @@ CHANGES = {
 MAPS = {"fresh": lambda t: t * 1.5, "square": lambda t: t * t, "identity": lambda t: t, "flat": lambda t: t.flatten(1)}
 
 
-class Walk(nn.Module):
+class WorkerSteps(nn.Module):
     """A layer that does one thing with a tuple of tensors."""
 
     def __init__(self, name: str, index: int) -> None:
@@ -124,9 +124,9 @@ class Recipe:
     threads: bool
 
     def partitions(self) -> list[list[nn.Module]]:
-        partitions: list[list[nn.Module]] = [[Walk("weighted", 0)] if self.grad else [] for _ in self.stages]
+        partitions: list[list[nn.Module]] = [[WorkerSteps("weighted", 0)] if self.grad else [] for _ in self.stages]
         for layers, ops in zip(partitions, self.stages, strict=True):
-            layers += [Walk(*op) for op in ops] or [nn.Identity()]
+            layers += [WorkerSteps(*op) for op in ops] or [nn.Identity()]
         if self.skip is not None:
             start, length, index = self.skip
             a = start % len(partitions)
@@ -169,7 +169,7 @@ def recipes() -> st.SearchStrategy[Recipe]:
 def loss(value: Any, end: Sequence[Op]) -> Tensor:
     """Apply in-place operations to an output, and weight every element differently."""
     for op in end:
-        value = Walk(*op)(value)
+        value = WorkerSteps(*op)(value)
     total = torch.zeros((), dtype=DOUBLE)
     for k, t in enumerate(value):
         t = t if t.is_floating_point() else (t % 7).to(DOUBLE)
@@ -182,7 +182,7 @@ def given_to(recipe: Recipe, x: Tensor) -> tuple[Tensor, ...]:
     """Return the input as a non-leaf, so that a layer may modify it in place."""
     value: tuple[Tensor, ...] = (x * 1,)
     for op in recipe.entrance:
-        value = Walk(*op)(value)
+        value = WorkerSteps(*op)(value)
     return value
 
 

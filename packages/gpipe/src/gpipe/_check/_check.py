@@ -16,10 +16,10 @@ from ..balance import uniform
 from ..model._blocks import divide
 from ..model._stepping import expect_own_forward
 from ..module._arguments import checked_chunks
-from ..module._cut import replicated
 from ..module._data import expect_data
 from ..module._inputs import Inputs
 from ..module._partition import checked_balance
+from ..module._split_batch import replicated
 from ._findings import Finding
 from ._forward import examine_forward, units_of, walk_forward
 from ._layer import broken

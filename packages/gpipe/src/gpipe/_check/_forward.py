@@ -24,7 +24,7 @@ from ..model._called import Answering, answered, answered_by
 from ..model._calls import Ended
 from ..values._leaves import Activation, as_nonleaf, clone, clone_leaves
 from ._findings import Finding
-from ._layer import LayerExam
+from ._layer import LayerCheck
 from ._model import LayerRun, Record, finest, quieten
 from ._rows import Cut, Dims, NoRowsError, OtherCallsError
 from ._trial import LayerTrial, Signal, Used, attempt, call, seeded
@@ -106,7 +106,7 @@ def examine_forward(
         pieces = cut.signals(each.given, rows)
         parts = [Signal(value[k], {}).replaced(piece.tensors()) for value, piece in zip(values, pieces, strict=True)]
         layer, one, other = (copy.get_submodule(each.name) for copy in (model, again, apart))
-        unit = LayerExam(*each[:3], layer, one, other, rows, cut, parts, real, tolerance, k > last)
+        unit = LayerCheck(*each[:3], layer, one, other, rows, cut, parts, real, tolerance, k > last)
         with each.context.applied():
             unit.examine()
         findings += unit.findings
@@ -117,7 +117,7 @@ def examine_forward(
 
 def _exam(
     own: OwnForward, given: Signal, outputs: _Outputs, dims: Dims, cut: Cut, real: Cut, tolerance: float
-) -> LayerExam | None:
+) -> LayerCheck | None:
     """Return the examination of the model's own operations; None if the units' outputs are not all they need."""
     again, apart = copied(own), copied(own)
     try:
@@ -128,10 +128,10 @@ def _exam(
     pieces = [piece.tensors() for piece in cut.signals(given, known)]
     inputs = given.value[0]
     parts = [Signal((inputs, v), {}).replaced(p) for v, p in zip(outputs.values, pieces, strict=True)]
-    return LayerExam(None, given, gave, own, again, apart, known, cut, parts, real, tolerance, own.ends)
+    return LayerCheck(None, given, gave, own, again, apart, known, cut, parts, real, tolerance, own.ends)
 
 
-def _placed(finding: Finding, exam: LayerExam, calls: Sequence[LayerRun]) -> Finding:
+def _placed(finding: Finding, exam: LayerCheck, calls: Sequence[LayerRun]) -> Finding:
     """Add the call whose arguments differ to the evidence of a finding about rows."""
     first = exam.first_differing() if finding.code in ("mixes-rows", "rows") else None
     ends = accumulate(len(each.given.tensors()) for each in calls)

@@ -18,7 +18,7 @@ from ._trial import LayerTrial, Signal, attempt, same
 
 
 @dataclass
-class LayerExam:
+class LayerCheck:
     """A layer, its run in the plain model, and its runs in isolation.
 
     Attributes:

@@ -15,7 +15,7 @@ from streams import Context
 from ..skip import Skippable
 from ..skip.namespace import Key
 from ._findings import Finding
-from ._layer import LayerExam, calm
+from ._layer import LayerCheck, calm
 from ._rows import Cut, Dims, NoRowsError, uneven
 from ._trial import LayerTrial, Signal, attempt
 
@@ -79,7 +79,7 @@ def examine_all(
         where = [rows[id(tensor)] for tensor in step.given.tensors()]
         pieces = [signal.tensors() for signal in cut.signals(step.given, where)]
         parts = [Signal(v, step.given.skips).replaced(p) for v, p in zip(values, pieces, strict=True)]
-        exam = LayerExam(*step[:3], layer, one, other, where, cut, parts, real, tolerance, step is steps[-1])
+        exam = LayerCheck(*step[:3], layer, one, other, where, cut, parts, real, tolerance, step is steps[-1])
         dims, values = exam.examine()
         findings += exam.findings
         rows.update(zip(map(id, step.gave.tensors()), dims, strict=True))

@@ -13,7 +13,7 @@ from torch import nn
 from microbatch import Batch, check, scatter
 
 from ..module._arguments import checked_chunks, checked_mode, listed
-from ..module._cut import checked, expect_same_rows
+from ..module._split_batch import checked, expect_same_rows
 from ..schedule import looped_placement
 from ..schedule._named import BREADTH_FIRST, expect_name, usual_placement
 

@@ -18,7 +18,7 @@ from ..schedule import Kind, checkpoint_stops
 from ..schedule._actions import TRIPS
 from ..schedule._named import lanes
 from ..schedule._offloads import with_offloads
-from ..schedule._replay import Lane, walk_of
+from ..schedule._replay import Lane, steps_of_lanes
 from ..timeline._costs import freed
 from ._arguments import OFFLOAD, WAITING
 
@@ -97,7 +97,7 @@ def in_flight_peaks(
     stop = checkpoint_stops(mode, m, 1)[0]
     lane = lanes(schedule, m, placement, stop, [stage] if splits else [])[placement[stage]]
     if mode == OFFLOAD:
-        (lane,) = with_offloads(walk_of([lane]), [stage])
+        (lane,) = with_offloads(steps_of_lanes([lane]), [stage])
     return in_flight_peaks_in(lane, stage, stop)
 
 

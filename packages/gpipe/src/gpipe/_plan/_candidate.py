@@ -11,7 +11,7 @@ from ..schedule._loads import with_loads
 from ..schedule._modes import offloading_stages
 from ..schedule._named import BREADTH_FIRST, lanes
 from ..schedule._offloads import with_offloads
-from ..schedule._replay import Lane, makespan, walk_of
+from ..schedule._replay import Lane, makespan, steps_of_lanes
 from ._arguments import SCHEDULES, SEARCH
 from ._bytes import DeviceBytes
 from ._costs import Costs, Measured, bounds
@@ -183,9 +183,9 @@ def candidate_of(costs: Costs, schedule: str, sizes: Sequence[int], modes: Seque
     if costs.measured.whole_loss:
         steps = [_with_loss(lane, len(stages) - 1, m) for lane in steps]
     if costs.measured.host.parameters:
-        steps = with_loads(walk_of(steps), range(len(stages)))
+        steps = with_loads(steps_of_lanes(steps), range(len(stages)))
     if offloading := offloading_stages(modes, len(modes)):
-        steps = with_offloads(walk_of(steps), offloading)
+        steps = with_offloads(steps_of_lanes(steps), offloading)
     pipeline = makespan(steps, m, [{kind: each.seconds(kind) for kind in Kind} for each in stages], costs.hops(sizes))
     seconds = pipeline + costs.measured.step
     return Candidate(costs, schedule, tuple(sizes), tuple(modes), seconds, split)

@@ -16,8 +16,8 @@ from profiler.sandbox import copied
 
 from .._gpipe import GPipe
 from ..module._arguments import Device, checked_flag
-from ..module._cut import replicated
 from ..module._data import expect_data
+from ..module._split_batch import replicated
 from ..module._training import takes_output_alone
 from ..timeline import simulate
 from . import _arguments

@@ -15,8 +15,8 @@ from profiler import profile, profile_seconds, profile_sizes
 from profiler.memory import held_bytes
 
 from ..module._arguments import Device
-from ..module._cut import replicated
 from ..module._data import expect_data
+from ..module._split_batch import replicated
 
 
 def balance_by_time(

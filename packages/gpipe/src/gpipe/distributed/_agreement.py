@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ._errors import RemoteError, text_of
-from ._rendezvous import Rendezvous, Report
+from ._object_exchange import ObjectExchange, Report
 
 METHOD: Final = "the method that is called"
 """The entry of a report that announces the call that the report belongs to."""
@@ -34,7 +34,7 @@ class Agreement:
 
 
 @contextmanager
-def agreement(meeting: Rendezvous, method: str = "Rank") -> Iterator[Agreement]:
+def agreement(meeting: ObjectExchange, method: str = "Rank") -> Iterator[Agreement]:
     """Run a block on each rank, and synchronize all ranks at its end: if it fails on one rank, all ranks raise.
 
     Ranks that did not fail themselves raise RemoteError. All ranks raise ValueError if values of ``alike`` differ, or

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from ._agreement import METHOD, expect_same
 from ._errors import RemoteError
-from ._rendezvous import Rendezvous
+from ._object_exchange import ObjectExchange
 
 BUCKET: Final = 25 * 2**20
 """Bytes per collective. Smaller buckets spend more time on latency, and larger ones start later."""
 
 
-def average(parameters: Sequence[Tensor], meeting: Rendezvous, group: dist.ProcessGroup) -> None:
+def average(parameters: Sequence[Tensor], meeting: ObjectExchange, group: dist.ProcessGroup) -> None:
     """Average the gradients of ``parameters`` over ``group``, whose members exchange reports by ``meeting``."""
     gloo, me = meeting.groups.gloo, meeting.groups.me
     # Only private connections can be closed when a replica fails. They use gloo, which is for the CPU.
@@ -65,7 +65,7 @@ def _reduce(bucket: Sequence[Tensor], group: dist.ProcessGroup, gloo: Any) -> No
         gradient.copy_(part.view_as(gradient))
 
 
-def _present(parameters: Sequence[Tensor], meeting: Rendezvous) -> list[Tensor]:
+def _present(parameters: Sequence[Tensor], meeting: ObjectExchange) -> list[Tensor]:
     """Return the ``parameters`` that have a gradient on any replica."""
     own = bytes(parameter.grad is not None for parameter in parameters)
     reports = meeting.meet({METHOD: "average_gradients", "present": own})

@@ -12,8 +12,8 @@ from ._average import average, averaged_over
 from ._calls import announce
 from ._deferred_signals import allow_signals, defer_signals
 from ._groups import Group, expect_group
+from ._object_exchange import gathering_of
 from ._rank import Rank
-from ._rendezvous import gathering_of
 
 _agreed: WeakKeyDictionary[nn.Module, WeakSet[dist.ProcessGroup]] = WeakKeyDictionary()
 

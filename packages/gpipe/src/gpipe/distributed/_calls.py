@@ -18,14 +18,14 @@ from ._deferred_signals import allow_signals, defer_signals
 from ._errors import LostRankError
 from ._groups import Group
 from ._norm import norm_over
-from ._processes import Ranks
+from ._processes import RankProcesses
 from ._replicas import Replicas
 
 
 class Connected(Protocol):
     """What these calls use of a rank."""
 
-    _processes: Ranks
+    _processes: RankProcesses
     _replicas: Replicas
     _members: tuple[int, ...]
     _group: Group | None

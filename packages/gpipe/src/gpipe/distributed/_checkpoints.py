@@ -19,9 +19,9 @@ from ._agreement import agreement
 from ._calls import announce
 from ._deferred_signals import allow_signals, defer_signals
 from ._groups import Group, expect_group
+from ._object_exchange import ObjectExchange, gathering_of
 from ._optimizers import by_name, from_names, options_of, options_of_all, parameters_by_name
 from ._rank import Rank
-from ._rendezvous import Rendezvous, gathering_of
 from ._stored import Stored, write
 
 
@@ -127,7 +127,7 @@ def load(
         optimizer.load_state_dict(moments)
 
 
-def _met(method: str, module: nn.Module, group: Group | None) -> Rendezvous:
+def _met(method: str, module: nn.Module, group: Group | None) -> ObjectExchange:
     """Announce a call of ``save`` or ``load`` to all ranks of a pipe, and return the exchange of its processes."""
     for each in module.modules():
         if isinstance(each, Rank):

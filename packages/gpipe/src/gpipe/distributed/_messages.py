@@ -17,9 +17,9 @@ A send is fast if the other end has already posted its receive, which it announc
 gloo thread wakes up and takes CPU time from a computing stage. So :meth:`RemoteLink.put` posts receives two messages
 ahead: the thread at the other end wakes up once for the announcement and the message.
 
-Tensors on accelerators may be sent from device to device instead (:mod:`gpipe.distributed._wires`). A message is kept
-until a head reports that the other end has received it. In a run without backwards, :meth:`RemoteLink.put` waits if too
-many messages are in flight.
+Tensors on accelerators may be sent from device to device instead: see :mod:`gpipe.distributed._device_links`. A message
+is kept until a head reports that the other end has received it. In a run without backwards,
+:meth:`RemoteLink.put` waits if too many messages are in flight.
 """
 
 from __future__ import annotations

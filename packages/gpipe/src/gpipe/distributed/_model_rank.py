@@ -18,7 +18,7 @@ from ..model._far_run import numbered_pairs
 from ..model._parts import common_of, emptied, others_of, parts_of, tree_of
 from ..model._pick import picker
 from ..model._pipeline import ModelPipeline
-from ..model._stage import Divided, ModelStage
+from ..model._stage import ModelStage, DividedModel
 from ..model._stepping import ModelStepping, expect_own_forward
 from ..module._devices import expect_same_device, identities_kept, untouched_on_failure
 from ..module._frequencies import expect_sums
@@ -31,11 +31,11 @@ from ..values._leaves import as_value
 from ..values._sharing import gathered
 from ._deferred_signals import allow_signals, defer_signals
 from ._digests import Digests
-from ._far_loss import FarLoss
 from ._groups import Groups
-from ._own import Share
-from ._processes import Opening
+from ._local_stages import LocalStages
+from ._processes import RunProposal
 from ._rank import Rank
+from ._remote_loss import RemoteLoss
 
 
 class ModelRank(ModelStepping, Rank, of_models=True):
@@ -73,7 +73,7 @@ class ModelRank(ModelStepping, Rank, of_models=True):
             found.batches, found.whole = batches, self.out_spec is None
             found.alike |= structure_of(inputs.bare)
             found.rows = Digests({"input": inputs.bare})
-        with torch.no_grad(), self._pipeline.section.entered():
+        with torch.no_grad(), self._pipeline.run_lock.entered():
             spec = self._pipeline.spec(self._size(len(batches), trains=False), seed=found.seed)
             outputs = compute_outputs(self._pipeline, spec._replace(replays=found.whole), batches, Versions())
             self._keep_facts(found.whole)
@@ -112,7 +112,7 @@ class ModelRank(ModelStepping, Rank, of_models=True):
         for stage in {rank: self._ranks.index(rank) for rank in self._ranks}.values():
             every[stage]._modules.update({**self._common, **every[stage]._modules})
 
-    def _keep(self, module: nn.Module, share: Share) -> None:
+    def _keep(self, module: nn.Module, share: LocalStages) -> None:
         self.__dict__.update(_model=module, _partitions=share.partitions)
         others = [part for j, part in enumerate(share.every) if j not in share.numbers]
         emptied(others, share.partitions)
@@ -120,14 +120,14 @@ class ModelRank(ModelStepping, Rank, of_models=True):
         self.__dict__.update({name: vars(tree)[name] for name in ("_modules", "_parameters", "_buffers")})
         self._non_persistent_buffers_set = tree._non_persistent_buffers_set
 
-    def _connect(self, share: Share, groups: Groups, told: Sequence[Mapping[str, Any]]) -> None:
+    def _connect(self, share: LocalStages, groups: Groups, told: Sequence[Mapping[str, Any]]) -> None:
         layout, count = inspect_skip_layout(share.every), len(self._balance)
         stages = [ModelStage(j, share.every[j], device, layout) for j, device in share.device_of.items()]
         processes = self._joined(share, [*numbered_pairs(count).values()][count - 1 :], groups, told)
         common, others = [*self._common.values()], others_of(share.every[:-1], {*self._blocks.values()})
         stages_of_others = {module: j for j, part in enumerate(others) for module in part.values()}
         named = {name: module for part in others for name, module in part.items()}
-        divided = Divided(
+        divided = DividedModel(
             self._whole_model, self._division, picker(None), share.every, stages, common, named, stages_of_others
         )
         workers = Workers(share.devices)
@@ -144,7 +144,7 @@ class ModelRank(ModelStepping, Rank, of_models=True):
     def _places(self) -> list[torch.device]:
         return [self._devices[-1]] * len(self._balance)
 
-    def _asked(self, call: Call, schedule: Schedule | str | None, found: Opening) -> Asked:
+    def _asked(self, call: Call, schedule: Schedule | str | None, found: RunProposal) -> Asked:
         if given_to(call) is NOTHING:
             raise TypeError(_NEEDS_INPUTS)
         asked = self._cut_for_loss(Asked(call, schedule, called_with(self._end(0), call), []))
@@ -159,13 +159,13 @@ class ModelRank(ModelStepping, Rank, of_models=True):
     def _readers(self) -> set[int]:
         return {*self._ranks}
 
-    def _far_loss(self, asked: Asked, *, whole: bool) -> FarLoss:
-        return FarLoss(asked.kind, is_whole=whole, replays=whole and self.out_spec is None)
+    def _remote_loss(self, asked: Asked, *, whole: bool) -> RemoteLoss:
+        return RemoteLoss(asked.kind, is_whole=whole, replays=whole and self.out_spec is None)
 
     def _returned(self, prepared: Prepared, call: Call) -> Any:
         losses = prepared.losses
         self._keep_facts(losses.replays)
-        if isinstance(losses, FarLoss) and losses.replays:
+        if isinstance(losses, RemoteLoss) and losses.replays:
             conventions = self._shown().conventions
             if losses.kind not in conventions:
                 conventions.keep(losses.kind, losses.finding())

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ._groups import Group, expect_group
-from ._rendezvous import Report
+from ._object_exchange import Report
 
 
 def norm_over(

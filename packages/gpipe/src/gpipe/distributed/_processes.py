@@ -17,17 +17,17 @@ from ..transport._transport import Channel
 from ..values._describe import Cancelled
 from ._agreement import disagreement
 from ._deferred_signals import allow_signals, hold_signals
+from ._device_links import ChannelEnds, open_device_links, tags
 from ._digests import Digest, Digests, different_rows
 from ._errors import RemoteError, UnreachableError, text_of
-from ._far_loss import FarLoss, verdict_of
 from ._forms import Payload
 from ._groups import Groups
+from ._local_stages import LocalStages
 from ._messages import RemoteLink
-from ._own import Share
-from ._rendezvous import Rendezvous, Report
+from ._object_exchange import ObjectExchange, Report
+from ._remote_loss import RemoteLoss, summary_of
 from ._replicas import Replicas
 from ._tied import TiedTensors, expect_alike
-from ._wires import ChannelEnds, open_wires, tags
 
 _BEFORE: Final[When] = (-2.0, -1)
 """The time assigned to a failure before the first step of a run."""
@@ -47,7 +47,7 @@ class Rows(NamedTuple):
     rows: tuple[int, ...]
 
 
-class Opening:
+class RunProposal:
     """The facts about a run that ranks agree on before it starts.
 
     Attributes:
@@ -66,7 +66,7 @@ class Opening:
         self.whole = False
 
 
-class Ranks(Processes):
+class RankProcesses(Processes):
     """One rank's view of the ranks of a pipe. Each rank runs its own actions of a common schedule.
 
     Args:
@@ -75,7 +75,7 @@ class Ranks(Processes):
         groups: the ranks, and the connections between them.
         ranks: the rank of each stage.
         replicas: the processes that synchronize with this one at the end of each step.
-        told: the result of :meth:`Share.told` on each rank, by rank.
+        told: the result of :meth:`LocalStages.told` on each rank, by rank.
 
     Attributes:
         ranks: the rank of each stage.
@@ -88,7 +88,7 @@ class Ranks(Processes):
 
     def __init__(
         self,
-        share: Share,
+        share: LocalStages,
         routes: Sequence[tuple[int, int]],
         groups: Groups,
         ranks: Sequence[int],
@@ -97,12 +97,12 @@ class Ranks(Processes):
     ) -> None:
         self.ranks, self.me = tuple(ranks), groups.me
         self._members, self._replicas = groups.members, replicas
-        self._rendezvous = Rendezvous(groups, ranks[0])
+        self._exchange = ObjectExchange(groups, ranks[0])
         backends = [told[rank]["backends"][j] for j, rank in enumerate(ranks)]
         channels, devices = channels_between(ranks, routes, share.ties), share.device_of
-        self._wires = open_wires(self._rendezvous, ranks, channels, devices, backends)
-        # A shutdown would require all ranks to take part. Ending the wires loses no transfers between runs.
-        self._end_wires = weakref.finalize(self, self._wires.end)
+        self._device_links = open_device_links(self._exchange, ranks, channels, devices, backends)
+        # A shutdown would require all ranks to take part. Ending the device_links loses no transfers between runs.
+        self._end_device_links = weakref.finalize(self, self._device_links.end)
         self._microbatches = 0
         self._rows, self._first_rows = Digests({}), dict[str, Digest]()  # of this rank, and of that of the first stage
         self._links: dict[int, RemoteLink] = {}  # by channel
@@ -116,13 +116,13 @@ class Ranks(Processes):
                 if ranks[b] == self.me:
                     out, into, here, there, most = into, out, b, a, None
                 peer = groups.peer(ranks[there], out, into)
-                found = self._wires.found
+                found = self._device_links.found
                 link = RemoteLink(peer, devices[here], found.get(out), found.get(into), most=most)
                 if number >= len(ranks) + len(routes):
                     by_rank[link.member] = link
                 else:
                     self._links[number] = link
-        self.tied = TiedTensors(share.tied, groups.me, by_rank, self._wires)
+        self.tied = TiedTensors(share.tied, groups.me, by_rank, self._device_links)
         self._closed = False
         with self._reaching():
             self.tied.spread_values()
@@ -146,7 +146,7 @@ class Ranks(Processes):
     def _reaching(self) -> Iterator[None]:
         """Exchange messages outside a run. After a failure, the connections are closed and no further run can start."""
         try:
-            with self._rendezvous.reaching():
+            with self._exchange.reaching():
                 yield
         except BaseException:
             self.leave()
@@ -163,33 +163,33 @@ class Ranks(Processes):
         except UnreachableError:
             raise
         except BaseException as error:
-            self._rendezvous.leave_interrupted(error)
+            self._exchange.leave_interrupted(error)
             self.leave()
             raise
 
     def leave(self) -> None:
         """Close all connections to other ranks after a failure, so that no further run can start."""
         if not self._closed:
-            self._rendezvous.leave()
-            self._wires.end()
+            self._exchange.leave()
+            self._device_links.end()
 
     def close(self) -> None:
         """Close the connections to other ranks, by dropping all references to them."""
         if not self._closed:
             self._closed = True
             self._replicas.close()
-            self._end_wires()
-            del self._rendezvous, self._links, self.tied, self._wires
+            self._end_device_links()
+            del self._exchange, self._links, self.tied, self._device_links
 
     @property
     def is_open(self) -> bool:
         """Whether this rank can exchange messages with the others."""
-        return not self._closed and self._rendezvous.is_open
+        return not self._closed and self._exchange.is_open
 
     def _expect_all(self) -> None:
         if self._closed:
             raise RuntimeError("this Rank was closed, with its connections to other ranks; create a new one")
-        self._rendezvous.expect_open()
+        self._exchange.expect_open()
 
     def closing(self, report: Report) -> list[Report]:
         """End a call that began with :meth:`opening` and is not a run: return all ranks' reports, or raise an error.
@@ -202,7 +202,7 @@ class Ranks(Processes):
     def spread(self, what: Any, members: set[int]) -> Any:
         """Send ``what`` from the rank of the first stage to these ``members``, which call this together; return it."""
         with self._reaching():
-            return self._rendezvous.spread(what, members)
+            return self._exchange.spread(what, members)
 
     def _meet(self, report: Report, *lost: UnreachableError) -> list[Report]:
         """Exchange reports with all ranks. Raise LostRankError instead if a rank cannot be reached, as in ``lost``."""
@@ -210,10 +210,10 @@ class Ranks(Processes):
         with self._reaching():
             for error in lost:
                 raise error
-            return self._rendezvous.meet(report)
+            return self._exchange.meet(report)
 
     @contextmanager
-    def opening(self) -> Iterator[Opening]:
+    def opening(self) -> Iterator[RunProposal]:
         """Run the checks of this rank before a run, or before another call of all ranks.
 
         No rank waits for all others: the rank of the first stage continues at once, and each other rank once it has
@@ -221,7 +221,7 @@ class Ranks(Processes):
         first stage, cancels the run. The others are notified while they wait for a message, or at the end.
         """
         self._expect_all()
-        found = Opening()
+        found = RunProposal()
         errors: Errors = []
         report: Report = {}
         told = None
@@ -233,12 +233,12 @@ class Ranks(Processes):
         try:
             own = found.alike, rows, found.whole, found.rows.known
             with self._uninterrupted():
-                told = self._rendezvous.announced(None if errors else (*own, next_seed()))
+                told = self._exchange.announced(None if errors else (*own, next_seed()))
         except UnreachableError as lost:
             errors = [lost]
         if told is not None:
             alike, batches, found.whole, self._first_rows, found.seed = told
-            found.batches = found.batches if self._rendezvous.is_root else batches
+            found.batches = found.batches if self._exchange.is_root else batches
             self._rows, (root, me) = found.rows, (self._members[self.ranks[0]], self._members[self.me])
             unlike = disagreement(alike, found.alike, root, me) or different_rows(
                 [(root, self._first_rows), (me, found.rows.known)]
@@ -264,8 +264,8 @@ class Ranks(Processes):
         self._expect(backwards=run.trains)
         try:
             yield
-            self._wires.settle()  # nothing may read values that have not arrived
-            self._wires.check()
+            self._device_links.settle()  # nothing may read values that have not arrived
+            self._device_links.check()
             report = _success(run)
             if late := self._rows.late(self._first_rows):
                 report["rows"] = late
@@ -301,7 +301,7 @@ class Ranks(Processes):
             for link in self._links.values() if has_failed else ():
                 link.drain()
             if has_failed:
-                self._wires.settle()
+                self._device_links.settle()
             for link in self._links.values():
                 link.flush()
         if has_failed:
@@ -318,7 +318,7 @@ class Ranks(Processes):
                 link.poison(_earliest(run))
 
     def _learn(self, run: RunState, reports: Sequence[Report]) -> None:
-        if isinstance(run.loss, FarLoss):
+        if isinstance(run.loss, RemoteLoss):
             run.loss.verdict = reports[self.ranks[-1]]["verdict"]
         if run.observer is not None:
             now = time.perf_counter()  # all ranks leave a synchronization at nearly the same time
@@ -378,7 +378,7 @@ class RemoteChannel(Channel):
                 except Cancelled:
                     failures.hear(link.poisoned)
                     raise
-                if isinstance(loss, FarLoss):
+                if isinstance(loss, RemoteLoss):
                     loss.scales |= counts
             payload = arrived.pop(microbatch)
             if observer is not None:
@@ -398,8 +398,8 @@ def _earliest(run: RunState | None) -> When:
 
 def _success(run: RunState) -> Report:
     report: Report = {"drew": True} if run.rng.drew else {}
-    if run.loss is not None and not isinstance(run.loss, FarLoss):
-        report["verdict"] = verdict_of(run.loss)
+    if run.loss is not None and not isinstance(run.loss, RemoteLoss):
+        report["verdict"] = summary_of(run.loss)
     return report
 
 

@@ -16,19 +16,19 @@ from torch.utils.hooks import RemovableHandle
 from microbatch import Versions
 
 from .._torch import READ_BY_DATA_PARALLEL, SET_BY_FSDP
-from ..engine._left_behind import refuse_in_runs
+from ..engine._leaked_graphs import refuse_in_runs
 from ..engine._mini_batch import compute_outputs
 from ..engine._offloaded import Offload
 from ..engine._pipeline import Pipeline
 from ..engine._workers import Workers
 from ..module._arguments import Device, checked_flag, checked_offload, whole
-from ..module._cut import checked
 from ..module._devices import expect_same_device
 from ..module._frequencies import expect_sums
 from ..module._init import initializer_of, take_off_hooks
 from ..module._modes import Modes, checked_modes, expect_fitting, laid_out
 from ..module._partition import BalanceError, checked_balance, expect_sequential, partitions_of, recommend_auto_balance
 from ..module._rule import SeenSums
+from ..module._split_batch import checked
 from ..module._transforms import refuse_transforms
 from ..schedule import Choice
 from ..skip import verify_skippables
@@ -39,11 +39,11 @@ from ._calls import announce_new, announce_new_replica, gradient_norm, register
 from ._deferred_signals import allow_signals, defer_signals
 from ._digests import Digests
 from ._groups import Group, Groups, open_groups
+from ._local_stages import LocalStages, local_stages
 from ._norm import clip
-from ._own import Share, own_share
+from ._object_exchange import ObjectExchange
 from ._parallel import synced_layers
-from ._processes import Ranks
-from ._rendezvous import Rendezvous
+from ._processes import RankProcesses
 from ._replicas import Replicas
 from ._sharded import Sharding
 from ._steps import RankStepping
@@ -128,7 +128,7 @@ class Rank(RankStepping):
         groups = open_groups(group, _seconds(timeout), announce_new)
         self._group = group
         self._replicas = Replicas(replicas, groups.timeout, announce_new_replica)
-        rendezvous = Rendezvous(groups)
+        rendezvous = ObjectExchange(groups)
         with agreement(self._replicas.meeting) as shared:
             with agreement(rendezvous) as found, allow_signals():
                 expect_plain(module)
@@ -145,7 +145,7 @@ class Rank(RankStepping):
             with agreement(rendezvous) as placed, allow_signals():
                 norm_chunks = self._chunks if self._deferred else 0
                 self._share_by_all(every)
-                share = own_share(
+                share = local_stages(
                     every, self._ranks, groups.me, device, initializer or kept, norm_chunks, offload=bool(self._offload)
                 )
                 placed.told = share.told(transport)
@@ -187,14 +187,14 @@ class Rank(RankStepping):
     def _share_by_all(self, every: Sequence[nn.Module]) -> None:
         """Add the modules that all ranks have to the first partition of each rank."""
 
-    def _keep(self, module: nn.Module, share: Share) -> None:
+    def _keep(self, module: nn.Module, share: LocalStages) -> None:
         """Register the layers of this rank."""
         assert isinstance(module, nn.Sequential)
         self._take(share.partitions, module)
         self._laid_out = self._held()
         self._guards = _guarded(share)
 
-    def _connect(self, share: Share, groups: Groups, told: Sequence[Mapping[str, Any]]) -> None:
+    def _connect(self, share: LocalStages, groups: Groups, told: Sequence[Mapping[str, Any]]) -> None:
         """Create the engine's stages, and connect them to the stages of other ranks."""
         devices = share.device_of
         cpu = torch.device("cpu")
@@ -206,14 +206,14 @@ class Rank(RankStepping):
         self._pipeline = Pipeline(stages, layout, streams, workers, processes, offload=self._offload)
 
     def _joined(
-        self, share: Share, routes: Sequence[tuple[int, int]], groups: Groups, told: Sequence[Mapping[str, Any]]
-    ) -> Ranks:
+        self, share: LocalStages, routes: Sequence[tuple[int, int]], groups: Groups, told: Sequence[Mapping[str, Any]]
+    ) -> RankProcesses:
         """Connect to the other ranks, with channels between neighbors and for these ``routes``."""
         self._trained = sorted(j for each in told for j in each["trained"])
-        self._processes = Ranks(share, routes, groups, self._ranks, self._replicas, told)
+        self._processes = RankProcesses(share, routes, groups, self._ranks, self._replicas, told)
         return self._processes
 
-    def _copy_streams(self, share: Share) -> list[CopyStreams]:
+    def _copy_streams(self, share: LocalStages) -> list[CopyStreams]:
         streams = {device: CopyStreams.on(device) for device in share.devices}  # shared: torch has few, see MOST
         return [streams[each] for each in share.devices]
 
@@ -282,7 +282,7 @@ class Rank(RankStepping):
                 found.rows = Digests({"input": as_value(args, kwargs)})
         with torch.no_grad():
             size = self._size(len(found.batches), trains=False)
-            with self._pipeline.section.entered():
+            with self._pipeline.run_lock.entered():
                 spec = self._pipeline.spec(size, seed=found.seed)
                 outputs = compute_outputs(self._pipeline, spec, found.batches, Versions())
         return self._gathered(outputs, found.batches) if self._pipeline.ends else None
@@ -316,7 +316,7 @@ class Rank(RankStepping):
         calls of this :class:`Rank` raise RuntimeError. Other ranks that still wait for it raise
         :class:`gpipe.distributed.LostRankError`.
         """
-        with self._pipeline.section.entered():
+        with self._pipeline.run_lock.entered():
             self._processes.close()
             self._end_guards()
 
@@ -339,7 +339,7 @@ setattr(Rank, READ_BY_DATA_PARALLEL, property(Wrapped))
 setattr(Rank, SET_BY_FSDP, managed_by_fsdp)
 
 
-def _guarded(share: Share) -> list[RemovableHandle]:
+def _guarded(share: LocalStages) -> list[RemovableHandle]:
     """Guard the parameters of other ranks against use here: they are not trained, and their gradients would be lost."""
     own = {id(parameter) for parameter in share.partitions.parameters()}
     return [

@@ -13,7 +13,7 @@ from ._agreement import METHOD, expect_same
 from ._average import average, averaged_over
 from ._errors import LostRankError, RemoteError, is_of_gloo, text_of
 from ._groups import ALONE, Announce, Group, expect_group, open_groups
-from ._rendezvous import Rendezvous, Report
+from ._object_exchange import ObjectExchange, Report
 
 _GRACE = timedelta(seconds=30)
 
@@ -35,7 +35,7 @@ class Replicas:
     """
 
     def __init__(self, group: Group | None, timeout: timedelta, announce: Announce | None = None) -> None:
-        self.meeting = Rendezvous(ALONE if group is None else open_groups(group, 4 * timeout + _GRACE, announce))
+        self.meeting = ObjectExchange(ALONE if group is None else open_groups(group, 4 * timeout + _GRACE, announce))
         self.group = None if group is None else expect_group(group)
         self._met = True
         self._may_average = False  # whether the other replicas expect this one to average gradients
@@ -82,7 +82,7 @@ class Replicas:
                 self.meeting.meet({METHOD: "average_gradients", **_failure(error)})
 
     def close(self) -> None:
-        self.meeting = Rendezvous(ALONE)
+        self.meeting = ObjectExchange(ALONE)
 
     def meet(self, error: BaseException | None = None) -> None:
         """Synchronize at the end of a step, if that has not happened yet, and send ``error`` to the other replicas.

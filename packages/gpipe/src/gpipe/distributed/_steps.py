@@ -24,10 +24,10 @@ from ..schedule._named import expect_schedule
 from ._agreement import METHOD
 from ._deferred_signals import allow_signals, defer_signals
 from ._digests import Digests
-from ._far_loss import FarLoss
 from ._groups import Group, end_collectives
 from ._parallel import expect_parallel, sharded_over, synced_over
-from ._processes import Opening, Ranks
+from ._processes import RankProcesses, RunProposal
+from ._remote_loss import RemoteLoss
 from ._replicas import Replicas
 from ._sharded import Sharding
 
@@ -50,7 +50,7 @@ class RankStepping(Stepping):
     _members: tuple[int, ...]
     _ranks: list[int]
     _trained: list[int]
-    _processes: Ranks
+    _processes: RankProcesses
     _replicas: Replicas
     _sharding: Sharding
     _synced: dict[str, nn.SyncBatchNorm]
@@ -62,7 +62,7 @@ class RankStepping(Stepping):
         """Prepare a step or an evaluation.
 
         Ranks without the first stage have only row counts as micro-batches. Ranks without the last stage have a
-        :class:`FarLoss`.
+        :class:`RemoteLoss`.
         """
         scope.enter_context(defer_signals())  # until the end of the call
         with self._replicas.hearing(self._end_collectives) if call.trains else nullcontext():
@@ -73,7 +73,7 @@ class RankStepping(Stepping):
             asked = asked._replace(batches=asked.batches or found.batches)
             if call.trains:
                 self._last = self._choice(schedule, whole=found.whole)
-            losses: Losses = self._far_loss(asked, whole=found.whole)
+            losses: Losses = self._remote_loss(asked, whole=found.whole)
             if self._pipeline.ends:
                 try:
                     losses = self._losses(asked, scope, whole=found.whole)
@@ -81,7 +81,7 @@ class RankStepping(Stepping):
                     self._processes.call_off([error])
         return Prepared(asked.batches, self._size(len(asked.batches), trains=call.trains), losses, found.seed)
 
-    def _asked(self, call: Call, schedule: Schedule | str | None, found: Opening) -> Asked:
+    def _asked(self, call: Call, schedule: Schedule | str | None, found: RunProposal) -> Asked:
         """Check a call. On the rank of the first stage, split its inputs into the micro-batches of ``found``."""
         if not self._pipeline.begins:
             return Asked(call, schedule, given_to(call), [])
@@ -90,8 +90,8 @@ class RankStepping(Stepping):
         found.whole = self._is_whole(asked, self._size(len(found.batches), trains=call.trains))
         return asked
 
-    def _far_loss(self, asked: Asked, *, whole: bool) -> FarLoss:
-        return FarLoss(is_whole=whole)
+    def _remote_loss(self, asked: Asked, *, whole: bool) -> RemoteLoss:
+        return RemoteLoss(is_whole=whole)
 
     def _rule(self, asked: Asked) -> Rule | None:
         found, call = super()._rule(asked), asked.call
@@ -159,7 +159,7 @@ class RankStepping(Stepping):
         return {self._ranks[0], self._ranks[-1]}
 
     @contextmanager
-    def _opening(self, method: str, schedule: Schedule | str | None = None) -> Iterator[Opening]:
+    def _opening(self, method: str, schedule: Schedule | str | None = None) -> Iterator[RunProposal]:
         """Check the arguments of a call on each rank. The block creates the micro-batches on the first stage's rank.
 
         After the block, all ranks have the micro-batches' row counts.

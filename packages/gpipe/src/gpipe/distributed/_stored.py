@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ._agreement import agreement
 from ._deferred_signals import allow_signals
-from ._rendezvous import Rendezvous
+from ._object_exchange import ObjectExchange
 
 _NOT_SHARED = (
     "path: not all processes see the same files in {0}; save to a folder on a file system that all machines share, not "
@@ -25,7 +25,7 @@ _NOT_SHARED = (
 _SHOWN = 5  # names in an error
 
 
-def write(state: dict[str, Any], folder: Path, meeting: Rendezvous) -> None:
+def write(state: dict[str, Any], folder: Path, meeting: ObjectExchange) -> None:
     """Write the states of all processes together, into a ``folder`` that the first process has created.
 
     The first process assigns entries that several processes have. FileNotFoundError if a process does not see the

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from ..engine._accumulate import added
 from ..engine._scale import HALVES, wide
 from ..engine._tied import contents_of, shared_tensors
+from ._device_links import DeviceLinks
 from ._messages import RemoteLink
-from ._wires import Wires
 
 
 class TiedState(NamedTuple):
@@ -111,13 +111,15 @@ def tied_of(
 
 
 class TiedTensors:
-    """Keeps the copies of shared tensors equal, with messages over ``links``, and over ``wires`` for accelerators."""
+    """Keeps copies of shared tensors equal, with messages over ``links``, or ``device_links`` for accelerators."""
 
-    def __init__(self, found: Sequence[TiedTensor], me: int, links: Mapping[int, RemoteLink], wires: Wires) -> None:
+    def __init__(
+        self, found: Sequence[TiedTensor], me: int, links: Mapping[int, RemoteLink], device_links: DeviceLinks
+    ) -> None:
         self._owned = [each for each in found if each.members[0] == me]
         self._others = [each for each in found if each.members[0] != me]
         self._links = links
-        self._wires = wires
+        self._device_links = device_links
 
     def of_others(self) -> set[Tensor]:
         """Return the tensors of this rank that another rank owns."""
@@ -164,8 +166,8 @@ class TiedTensors:
         for link in self._links.values():
             link.flush()
         if self._links:
-            self._wires.settle()
-            self._wires.check()
+            self._device_links.settle()
+            self._device_links.check()
 
     def _put(self, member: int, tensors: list[Tensor | None]) -> None:
         self._links[member].put(0, tensors)

@@ -24,11 +24,11 @@ from streams import waiting
 from .._torch import used_by_graphs
 from ..values._leaves import accumulated, is_custom, own_memory, storage_id
 from . import _autograd_calls as _engine
-from ._left_behind import expect_unguarded
+from ._leaked_graphs import expect_unguarded
 from ._scale import Scale, scale_in_place, scaled
 
 
-class Below(NamedTuple):
+class GraphLeaves(NamedTuple):
     """Properties of the graph below some tensors."""
 
     leaves: list[Tensor]
@@ -38,14 +38,14 @@ class Below(NamedTuple):
     """True if a reentrant checkpoint or a pipe, with a backward of its own, may hide more leaves."""
 
 
-def below(tensors: Iterable[Tensor], inputs: Iterable[Tensor] = ()) -> Below:
+def find_leaves(tensors: Iterable[Tensor], inputs: Iterable[Tensor] = ()) -> GraphLeaves:
     """Return the leaves below ``tensors`` except ``inputs``, in an order that depends only on the graph."""
     nodes = nodes_below(tensors)
     ends = [node for node in nodes if not node.next_functions]
     known = {id(tensor) for tensor in inputs}
     leaves = [leaf for node in ends if (leaf := getattr(node, "variable", None)) is not None and id(leaf) not in known]
     kinds = {type(node) for node in nodes}
-    return Below(leaves, any(map(is_custom, kinds)), any(kind.__name__ in _HIDING for kind in kinds))
+    return GraphLeaves(leaves, any(map(is_custom, kinds)), any(kind.__name__ in _HIDING for kind in kinds))
 
 
 _HIDING = ("CheckpointFunctionBackward", "PipelineBackwardBackward")
@@ -73,7 +73,7 @@ class GradientSums:
         self._sums: dict[Tensor, Tensor] = {}
 
     def backward(
-        self, roots: Sequence[Tensor], seeds: Sequence[Tensor], graph: Below, inputs: Sequence[Tensor]
+        self, roots: Sequence[Tensor], seeds: Sequence[Tensor], graph: GraphLeaves, inputs: Sequence[Tensor]
     ) -> list[Tensor | None]:
         """Add the gradients that flow from ``roots`` to the leaves of ``graph``; return the gradients of ``inputs``.
 

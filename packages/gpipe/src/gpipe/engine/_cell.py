@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..values._leaves import Activation, accumulated
 from . import _autograd_calls as _engine
-from ._accumulate import GradientSums, below
+from ._accumulate import GradientSums, find_leaves
 from ._recomputation import Repeat
 from ._split_backward import Weights, backward_inputs
 from ._stage import Stage
@@ -54,7 +54,7 @@ def backward(cell: Cell, seeds: Gradients, sums: GradientSums | None) -> list[Te
     inputs = cell.inputs.tensors
     if outputs and sums is not None:
         # Autograd returns the gradients of all leaves, because adding them to .grad would call hooks.
-        return sums.backward(outputs, flowing, below(outputs, inputs), inputs)
+        return sums.backward(outputs, flowing, find_leaves(outputs, inputs), inputs)
     if outputs:
         _engine.accumulate(outputs, flowing)
     return list(map(_gradient, inputs))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from streams import waiting
 
 from .._current import current
-from ..schedule import Step, Walk, replay
+from ..schedule import Step, WorkerSteps, replay
 from ..values._describe import Cancelled
 
 When = tuple[float, int]
@@ -18,26 +18,26 @@ class Failures:
     After a failure, workers still take the steps that precede it in the schedule, because these may also fail.
 
     Attributes:
-        walk: the steps of all workers, including other processes; it determines the order of failures.
+        worker_steps: the steps of all workers, including other processes; it determines the order of failures.
         earliest: the time of the earliest failed step known so far, in any process; None if no step has failed.
     """
 
     def __init__(self) -> None:
         self._lock = waiting.Lock()
-        self.walk: Walk = ()
-        self._ordered: Walk | None = None
+        self.worker_steps: WorkerSteps = ()
+        self._ordered: WorkerSteps | None = None
         self._order: dict[Step, When] = {}
         self._errors: list[tuple[When, BaseException]] = []
         self.earliest: When | None = None
 
-    def forestall(self, step: Step) -> bool:
+    def should_skip(self, step: Step) -> bool:
         with self._lock:
             return self.earliest is not None and self._when(step) > self.earliest
 
     def forestall_current(self) -> bool:
         step = current.work.step
         assert step is not None
-        return self.forestall(step)
+        return self.should_skip(step)
 
     def add(self, step: Step, error: BaseException) -> None:
         with self._lock:
@@ -67,8 +67,8 @@ class Failures:
             del errors  # avoids a reference cycle: the error's traceback refers to this frame
 
     def _when(self, step: Step) -> When:
-        # A run has a walk of forwards and a walk of backwards, and the order is computed for the current one.
-        if self._ordered is not self.walk:
-            self._order = {each: (span.start, each.stage) for each, span in replay(self.walk).items()}
-            self._ordered = self.walk
+        # A run may have steps of forwards and steps of backwards; the order is computed for the current ones.
+        if self._ordered is not self.worker_steps:
+            self._order = {each: (span.start, each.stage) for each, span in replay(self.worker_steps).items()}
+            self._ordered = self.worker_steps
         return self._order[step]

@@ -15,7 +15,7 @@ from .._current import doing
 from ..checkpoint._random import CellRNG
 from ..values._leaves import Activation, as_nonleaf, clone_leaves, versions
 from ..values._sharing import owned, refuse_shared_changes, uncounted_of
-from ._accumulate import DeferredGradients, GradientSums, below
+from ._accumulate import DeferredGradients, GradientSums, find_leaves
 from ._explained import used_up
 from ._loss_value import LossFunction, LossValue, expect_trains, loss_value, metrics_of_all, plain_metrics
 from ._scale import HALVES, Scale, scale_of, sum_of
@@ -108,7 +108,7 @@ class Losses:
         """Return the gradients of ``leaves``; keep the gradients of other leaves, such as loss parameters, until the
         run ends.
         """
-        graph = below([loss], leaves)
+        graph = find_leaves([loss], leaves)
         if graph.hides:
             raise RuntimeError(
                 "loss_fn uses torch.utils.checkpoint with use_reentrant=True, or another pipe, whose backward adds to "

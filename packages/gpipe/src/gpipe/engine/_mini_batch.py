@@ -1,6 +1,6 @@
 """Run one mini-batch: compute outputs for the caller's graph, train, or evaluate.
 
-The caller holds the section of the pipe.
+The caller holds the pipe's run lock.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def train(pipeline: Pipeline, spec: RunSpec, batches: Sequence[Batch]) -> None:
     """
     pipeline.trainers.add(current_thread())
     run = Run(pipeline, spec)
-    pipeline.section.claim(run.parameters)
+    pipeline.run_lock.claim(run.parameters)
     # After a failure, a .grad that was None must not hold partial gradients.
     empty = [parameter for parameter in run.parameters if parameter.grad is None]
     adds = False
@@ -100,8 +100,8 @@ def _attached(
         # The caller may have modified its tensors since the forward. Autograd then rejects its saved tensors.
         versions.sync()
         flowing = iter(seeds)
-        with pipeline.section.entered():
-            pipeline.section.claim(run.parameters)
+        with pipeline.run_lock.entered():
+            pipeline.run_lock.claim(run.parameters)
             if left and sum(thread.is_alive() for thread in pipeline.trainers) > 1:
                 raise RuntimeError(_SEVERAL_THREADS)
             try:
@@ -112,8 +112,8 @@ def _attached(
         return [*chain.from_iterable(found), *own]
 
     # DistributedDataParallel has hooks on the nodes of these parameters, which must receive one gradient that includes
-    # other parts of the caller's graph. But autograd adds it after this section is left, when a different thread that
-    # trains the pipe may be accumulating outside .grad.
+    # other parts of the caller's graph. But autograd adds it after the run lock is released, when a different thread
+    # that trains the pipe may be accumulating outside .grad.
     left = run.kept_nodes if run.kept_nodes and may_be_data_parallel() else []
     tensors = [tensor for output in outputs for tensor in output.tensors]
     attached = iter(attach(backward, [*chain.from_iterable(inputs), *left], tensors))

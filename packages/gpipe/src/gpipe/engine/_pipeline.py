@@ -18,18 +18,18 @@ from ..skip import SkipLayout
 from ..transport._copy import CopyStreams
 from ..transport._transport import Transport
 from ._accumulate import DeferredGradients
-from ._exclusive import Section
 from ._host_memory import expect_host_memory
 from ._losses import Losses
 from ._offloaded import Guests, HostLink, Offload
 from ._processes import ALONE, Processes
+from ._run_lock import RunLock
 from ._saved import expect_no_hooks
 from ._settings import Observer, settings
-from ._spec import RunSpec, split_in, walks_of
+from ._spec import RunSpec, split_in, steps_of_run
 from ._stage import Stage
 from ._stage_run import StageRuns
 from ._tied import Tied
-from ._walks import Size
+from ._worker_steps import Size
 from ._workers import Workers
 
 
@@ -82,9 +82,9 @@ class Pipeline:
         _parametrized.prepare()
 
     @property
-    def section(self) -> Section:
+    def run_lock(self) -> RunLock:
         """Held from the description of a run to its end, as all runs use the same parameters, workers and buffers."""
-        return self.workers.section
+        return self.workers.run_lock
 
     @property
     def lines(self) -> tuple[int, ...]:
@@ -140,7 +140,7 @@ class Pipeline:
         seed: int | None = None,
         observer: Observer | None = None,
     ) -> RunSpec:
-        """Describe a run that begins now in this thread, inside :attr:`section`.
+        """Describe a run that begins now in this thread, which holds :attr:`run_lock`.
 
         Args:
             schedule: the schedule of a training step.
@@ -157,16 +157,16 @@ class Pipeline:
             expect_no_hooks()
         trains = torch.is_grad_enabled()
         whole = loss is not None and loss.is_whole
-        walk, later = walks_of(size, schedule, has_loss=whole, goes_back=trains and loss is None)
+        worker_steps, later = steps_of_run(size, schedule, has_loss=whole, goes_back=trains and loss is None)
         replays = loss is not None and bool(loss.replays)
         inline = self.processes.ranks is not None or settings().inline
         seen_by = settings().observer or observer
-        splits = frozenset[int]() if schedule is None else split_in(walk)
+        splits = frozenset[int]() if schedule is None else split_in(worker_steps)
         with _parametrized.own_cache(_parametrized.is_caching()):
             context = Context.capture()
         _expect_shareable(context)
-        spec = RunSpec(size, inline, walk, later, trains, loss, context, seed, seen_by, splits, replays)
-        return spec._replace(cells_offloaded=cells_offloaded(walk)) if size.offloading else spec
+        spec = RunSpec(size, inline, worker_steps, later, trains, loss, context, seed, seen_by, splits, replays)
+        return spec._replace(cells_offloaded=cells_offloaded(worker_steps)) if size.offloading else spec
 
 
 def _expect_shareable(context: Context) -> None:

@@ -16,23 +16,23 @@ from streams import AbstractStream, Context, CPUStream, current_stream, use_devi
 
 from .._current import Work, current
 from .._torch import backward_id, is_intercepting, is_profiled, set_intercepting
-from ..checkpoint._layers_then import LayersThen
+from ..checkpoint._module_snapshot import ModuleSnapshot
 from ..checkpoint._parametrized import has_cache, own_cache
 from ..checkpoint._random import CellRNG, RunRNG
-from ..schedule import Action, Step, Walk
+from ..schedule import Action, Step, WorkerSteps
 from ..transport._copy import StagePlace
 from ..transport._transport import Transport
 from ..values._describe import Cancelled
 from ..values._leaves import Activation
 from ._accumulate import DeferredGradients, GradientSums, add_to, kept
 from ._autograd_calls import accumulate_whole
-from ._exclusive import Sections, sections_of_thread, serving
 from ._explained import explained
 from ._failures import Failures
-from ._left_behind import expect_no_variables, watch_attributes
+from ._leaked_graphs import expect_no_variables, watch_attributes
 from ._offloaded import Offloaded
 from ._pipeline import Pipeline
 from ._processes import RunState
+from ._run_lock import RunLocks, locks_of_thread, serving
 from ._saved import Leaving, SavedTensors
 from ._scale import Scale, scaled
 from ._spec import RunSpec
@@ -89,7 +89,7 @@ class Run:
         self._stage_runs = pipeline.stage_runs(spec, self._transport, self._tied, self.deferred)
         self._stages = {stage.index: self._stage_run(at, stage, own[at]) for at, stage in enumerate(pipeline.stages)}
         self._recomputed = [each.stage for each in self._stages.values() if each.recomputes]
-        self._then: list[LayersThen] = []
+        self._then: list[ModuleSnapshot] = []
 
     def _new_transport(self, places: Mapping[int, StagePlace]) -> Transport:
         pipeline, processes = self._pipeline, self._pipeline.processes
@@ -141,10 +141,10 @@ class Run:
     def evaluate(self, inputs: Sequence[Activation]) -> None:
         """Compute all forwards, and the loss if the run has one."""
         self._transport.entrance.values.update(enumerate(inputs))
-        self._walk(self._spec.walk)
+        self._run_steps(self._spec.worker_steps)
         if self._recomputed:
             with self._tied.applied():  # no stage is computing now
-                self._then = [LayersThen(stage.recomputed) for stage in self._recomputed]
+                self._then = [ModuleSnapshot(stage.recomputed) for stage in self._recomputed]
 
     def backward(
         self, gradients: Sequence[list[Tensor | None]], left: Sequence[Tensor] = ()
@@ -164,7 +164,7 @@ class Run:
         self.state.rng.begin()
         context = Context.capture()
         try:
-            self._walk(self._spec.later, context, self._spec.context.over(context))
+            self._run_steps(self._spec.later, context, self._spec.context.over(context))
         finally:  # even after a failure, the caller may read or zero .grad
             _all_wait(now, self._streams)
         # The streams of this thread now wait for the stages' streams, which computed the gradients.
@@ -180,7 +180,7 @@ class Run:
         Gradients accumulated outside ``.grad`` are then complete: see :meth:`whole`.
         """
         self._transport.entrance.values.update(enumerate(inputs))
-        self._walk(self._spec.walk)
+        self._run_steps(self._spec.worker_steps)
         return [self._transport.entrance.get_gradients(i) for i in range(len(inputs))]
 
     def whole(self) -> dict[Tensor, Tensor]:
@@ -202,13 +202,13 @@ class Run:
         """True if a backward may have accumulated into an existing ``.grad``."""
         return any(stage.adds for stage in self._stages.values())
 
-    def _walk(
+    def _run_steps(
         self,
-        walk: Walk,
+        worker_steps: WorkerSteps,
         context: Context | None = None,
         recompute_under: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Have every worker take its steps in ``walk``; raise the earliest failure, if any.
+        """Have every worker take its steps in ``worker_steps``; raise the earliest failure, if any.
 
         The caller restores ``.grad`` and hooks, because an interrupt may arrive even after this method.
 
@@ -217,16 +217,16 @@ class Run:
             recompute_under: returns the context of a recomputation.
         """
         failures = self.state.failures
-        failures.walk = walk
-        sections = sections_of_thread()
+        failures.worker_steps = worker_steps
+        run_locks = locks_of_thread()
         try:
             # Workers leave autocast at different times, and recomputations enter it again.
             with self._tied.applied(), self._spec.context.casts_kept(), self._stage_runs.walking():
                 if self._spec.inline:  # this thread already has its settings
-                    own = walk[self._pipeline.processes.me or 0]
-                    self._take(own, nullcontext(), sections, recompute_under)
+                    own = worker_steps[self._pipeline.processes.me or 0]
+                    self._take(own, nullcontext(), run_locks, recompute_under)
                 else:
-                    self._have_workers_take(walk, context or self._spec.context, sections, recompute_under)
+                    self._have_workers_take(worker_steps, context or self._spec.context, run_locks, recompute_under)
                 if failures.earliest is not None:
                     failures.raise_earliest()
         finally:
@@ -240,21 +240,21 @@ class Run:
 
     def _have_workers_take(
         self,
-        walk: Walk,
+        worker_steps: WorkerSteps,
         context: Context,
-        sections: Sections,
+        run_locks: RunLocks,
         recompute_under: Callable[[], AbstractContextManager[None]],
     ) -> None:
         placement = self._spec.size.placement
-        streams = [self._streams[placement.index(worker)] for worker in range(len(walk))]
-        works = [partial(self._take, steps, context.applied(), sections, recompute_under) for steps in walk]
+        streams = [self._streams[placement.index(worker)] for worker in range(len(worker_steps))]
+        works = [partial(self._take, steps, context.applied(), run_locks, recompute_under) for steps in worker_steps]
         self._pipeline.workers.run(list(zip(streams, works, strict=True)), self._stop)
 
     def _take(
         self,
         steps: Sequence[Step],
         context: AbstractContextManager[None],
-        sections: Sections,
+        run_locks: RunLocks,
         recompute_under: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """Take the steps of one worker until one fails, or until a failure elsewhere precedes all remaining steps."""
@@ -266,10 +266,10 @@ class Run:
             current.work = base = Work(before.skips, step, graph_task, recompute_under=recompute_under)
             set_intercepting(True)
             # Backwards inside a layer or cell stay on this thread, since one of autograd's threads might wait for it.
-            with context, serving(sections), torch.autograd.set_multithreading_enabled(False):
+            with context, serving(run_locks), torch.autograd.set_multithreading_enabled(False):
                 variables, caches = copy_context(), has_cache(self._spec.context.variables)
                 for step in steps:
-                    if failures.earliest is not None and failures.forestall(step):
+                    if failures.earliest is not None and failures.should_skip(step):
                         return
                     j, (kind, i) = step
                     current.work = stages[j].work(base, step)

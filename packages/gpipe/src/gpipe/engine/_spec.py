@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from streams import Context
 
-from ..schedule import Choice, Kind, Schedule, Walk
+from ..schedule import Choice, Kind, Schedule, WorkerSteps
 from ._losses import Losses
 from ._settings import Observer
 from ._updates import Updates
-from ._walks import Size, backwards, forwards, walk_of
+from ._worker_steps import Size, backwards, forwards, worker_steps
 
 
 class RunSpec(NamedTuple):
@@ -19,8 +19,9 @@ class RunSpec(NamedTuple):
     Attributes:
         size: the number of micro-batches, the worker of each stage, and which micro-batches are checkpointed.
         inline: whether the calling thread takes the steps of all stages of this process.
-        walk: the steps of each worker.
-        later: the steps of a backward that the caller begins; empty if there is none, or if ``walk`` includes it.
+        worker_steps: the steps of each worker.
+        later: the steps of a backward that the caller begins; empty if there is none or if it is part of
+            ``worker_steps``.
         trains: whether the run has backwards; if not, no cell is kept.
         loss: computes the loss and combines micro-batch losses; None if the run ends with the outputs.
         context: the settings of the calling thread, for workers and recomputations.
@@ -36,8 +37,8 @@ class RunSpec(NamedTuple):
 
     size: Size
     inline: bool
-    walk: Walk
-    later: Walk
+    worker_steps: WorkerSteps
+    later: WorkerSteps
     trains: bool
     loss: Losses | None
     context: Context
@@ -49,12 +50,14 @@ class RunSpec(NamedTuple):
     cells_offloaded: frozenset[tuple[int, int]] = frozenset()
 
 
-def split_in(walk: Walk) -> frozenset[int]:
+def split_in(worker_steps: WorkerSteps) -> frozenset[int]:
     """The stages whose backward is split."""
-    return frozenset(stage for steps in walk for stage, action in steps if action.kind == Kind.BACKWARD_INPUT)
+    return frozenset(stage for steps in worker_steps for stage, action in steps if action.kind == Kind.BACKWARD_INPUT)
 
 
-def walks_of(size: Size, schedule: Schedule | Choice | None, *, has_loss: bool, goes_back: bool) -> tuple[Walk, Walk]:
+def steps_of_run(
+    size: Size, schedule: Schedule | Choice | None, *, has_loss: bool, goes_back: bool
+) -> tuple[WorkerSteps, WorkerSteps]:
     """Return the steps of a run, and the steps of a backward that the caller begins.
 
     Args:
@@ -66,5 +69,5 @@ def walks_of(size: Size, schedule: Schedule | Choice | None, *, has_loss: bool, 
         ValueError: the schedule does not fit ``size``.
     """
     if schedule is not None:
-        return walk_of(schedule, size, has_loss=has_loss), ()
+        return worker_steps(schedule, size, has_loss=has_loss), ()
     return forwards(size, has_loss=has_loss), backwards(size) if goes_back else ()

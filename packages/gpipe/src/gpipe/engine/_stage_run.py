@@ -23,9 +23,9 @@ from ..schedule._actions import TRANSFERS
 from ..transport._transport import AnyChannel
 from ..values._leaves import Activation, as_nonleaf, detach_leaves, versions
 from ..values._sharing import PRESERVED, flag_aliases, given_state, owned, refuse_shared_changes, uncounted_of
-from ._accumulate import Below, DeferredGradients, GradientSums, below, counts_of_hooks
+from ._accumulate import DeferredGradients, GradientSums, GraphLeaves, counts_of_hooks, find_leaves
 from ._cell import Cell, backward, backward_input, backward_weight
-from ._left_behind import guard
+from ._leaked_graphs import guard
 from ._losses import Losses
 from ._offloaded import Offloaded
 from ._processes import may_be_data_parallel
@@ -347,11 +347,11 @@ class StageRun:
                 self._sums = None  # the nodes are held by a graph of an earlier run, not by a hook
         self.adds = not every and self._sums is None
 
-    def _below(self, i: int) -> Below:
+    def _below(self, i: int) -> GraphLeaves:
         """Return the graph of a cell."""
         cell = self._cells[i]
         assert cell.outputs is not None
-        return below(cell.outputs.tensors, cell.inputs.tensors)
+        return find_leaves(cell.outputs.tensors, cell.inputs.tensors)
 
 
 _HIDES = (

@@ -24,7 +24,7 @@ from streams import (
 )
 
 from ._cores import Cores, bind, shares, usable
-from ._exclusive import Section
+from ._run_lock import RunLock
 
 Result = TypeVar("Result")
 Work = tuple[AbstractStream, Callable[[], Result]]
@@ -53,7 +53,7 @@ class Workers:
     placement: tuple[int, ...]
     """The worker of each stage."""
 
-    section: Section
+    run_lock: RunLock
     """Held during a run, because workers do only one run at a time."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -61,7 +61,7 @@ class Workers:
         first = [self.placement.index(worker) for worker in range(len(set(self.placement)))]
         self._devices = [devices[j] for j in first]
         self._are_on_cpu = any(device.type == "cpu" for device in self._devices)
-        self.section = Section()
+        self.run_lock = RunLock()
         self._scope: ExitStack | None = None
         self._process = 0
         self._divided: tuple[int, Cores] | None = None

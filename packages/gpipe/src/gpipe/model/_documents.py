@@ -16,8 +16,8 @@ from torch import Tensor
 
 from microbatch import Replicate, Split, flatten, leaf_paths, rules, unflatten
 
-from ..module._cut import Checked
 from ..module._inputs import Inputs
+from ..module._split_batch import Checked
 
 _IGNORED = -100
 _DEFAULT = rules(torch.empty(1))[0]

@@ -15,7 +15,7 @@ from .._current import Work, current
 from .._torch import dispatch_modes, set_intercepting, with_dispatch_modes
 from ..checkpoint._parametrized import is_caching, own_cache
 from ..engine._cores import Cores, bind, usable
-from ..engine._exclusive import Sections, sections_of_thread, serving
+from ..engine._run_lock import RunLocks, locks_of_thread, serving
 from ..values._leaves import Activation, as_arguments
 from ._called import answered_by
 from ._calls import AnyRun, Calls, Ended
@@ -44,7 +44,7 @@ class Forward:
         self._work = current.work
         self._modes: list[Any] = []
         self._saving: AbstractContextManager[None] = nullcontext()
-        self._sections: Sections = ()
+        self._run_locks: RunLocks = ()
         self._threads, self._cores = 1, Cores()
 
     # Called by workers.
@@ -78,7 +78,7 @@ class Forward:
             self._work, self._modes, self._saving = current.work, dispatch_modes(), saving
             self._cores = usable()
             if not self._is_on:
-                self._is_on, self._sections, self._threads = True, sections_of_thread(), torch.get_num_threads()
+                self._is_on, self._run_locks, self._threads = True, locks_of_thread(), torch.get_num_threads()
                 self._run.start(self._compute)
             self._go.release()
             self._stopped.acquire()
@@ -127,7 +127,7 @@ class Forward:
             # The cache last, because the context says whether there is one.
             with (
                 context.applied(),
-                serving(self._sections),
+                serving(self._run_locks),
                 backwards_stay,
                 self._run.on_streams(),
                 own_cache(is_caching()),

@@ -16,7 +16,7 @@ import torch
 from streams import has_streams
 
 from .._forks import fork_lock
-from ..engine._exclusive import holding
+from ..engine._run_lock import holding
 
 _PYTHON, _NUMPY = "Python's random", "numpy.random"
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..engine._exclusive import Section, sections_of_thread
+from ..engine._run_lock import RunLock, locks_of_thread
 from ..module._devices import expect_same_device, identities_kept
 from ._blocks import Blocks
 from ._generate import generate
@@ -33,7 +33,7 @@ class Computing(Protocol):
     def _whole_model(self) -> nn.Module: ...
 
     @property
-    def _section(self) -> Section: ...
+    def _run_lock(self) -> RunLock: ...
 
     def _compute(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Return the output of ``module``, a part of the model around blocks, computed in the pipeline."""
@@ -109,7 +109,7 @@ class Inner:
     _module: nn.Module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._pipe._section in sections_of_thread():  # in a forward of the pipe, or in generate()
+        if self._pipe._run_lock in locks_of_thread():  # in a forward of the pipe, or in generate()
             return self._module(*args, **kwargs)
         return self._pipe._compute(self._module, args, kwargs)
 
@@ -149,7 +149,7 @@ def _seen(pipe: Computing, module: nn.Module) -> nn.Module:
 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    with self._pipe._section.entered():
+    with self._pipe._run_lock.entered():
         return generate(self._module, {*self._pipe._blocks.values()}, *args, **kwargs)
 
 

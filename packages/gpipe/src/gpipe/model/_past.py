@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from ..engine._exclusive import Section, sections_of_thread
+from ..engine._run_lock import RunLock, locks_of_thread
 from ._called import answered_by, intercepted, is_answered_by
 
 Compute = Callable[[nn.Module, Any, Any], Any]
@@ -43,27 +43,27 @@ class Past:
 
     Args:
         on_device: returns a context whose operations compute on the device of the model's outputs.
-        section: held while the interception of calls begins and ends, so that no run is in progress then.
+        run_lock: held while the interception of calls begins and ends, so that no run is in progress then.
     """
 
     def __init__(
         self,
         model: nn.Module,
         blocks: Mapping[str, nn.Module],
-        section: Section,
+        run_lock: RunLock,
         on_device: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        self._model, self._blocks, self._section, self._on_device = model, blocks, section, on_device
+        self._model, self._blocks, self._run_lock, self._on_device = model, blocks, run_lock, on_device
         self._count = 0  # of threads inside
         self._scope = ExitStack()
 
     @contextmanager
     def entered(self, compute: Compute) -> Iterator[None]:
         """Let ``compute`` handle calls of modules around blocks on this thread in this context."""
-        if is_answered_by(self) or self._section in sections_of_thread():
+        if is_answered_by(self) or self._run_lock in locks_of_thread():
             yield
             return
-        with self._section.entered():
+        with self._run_lock.entered():
             if not self._count:
                 self._scope.enter_context(self._intercepted(compute))
             self._count += 1
@@ -71,7 +71,7 @@ class Past:
             with answered_by(self), self._on_device():
                 yield
         finally:
-            with self._section.entered():
+            with self._run_lock.entered():
                 self._count -= 1
                 if not self._count:
                     self._scope.close()

@@ -13,8 +13,8 @@ from torch import nn
 from .._batchnorm import DeferredBatchNorm
 from .._chooser import Chooser
 from .._gpipe import GPipe
-from ..engine._exclusive import Section
 from ..engine._offloaded import Offload
+from ..engine._run_lock import RunLock
 from ..engine._workers import Workers
 from ..module._arguments import Device, checked_devices, checked_flag, checked_offload, checked_places
 from ..module._devices import untouched_on_failure
@@ -39,7 +39,7 @@ from ._parts import parts_of
 from ._past import Past
 from ._pick import Pick, picker
 from ._pipeline import ModelPipeline
-from ._stage import Divided, ModelStage
+from ._stage import DividedModel, ModelStage
 from ._stepping import ModelStepping, expect_own_forward
 
 
@@ -148,8 +148,8 @@ class ModelPipe(InstanceOfModel, ModelStepping, GPipe, of_models=True):
         return self._computed(pipelines[module], as_value(args, kwargs), None)
 
     @property
-    def _section(self) -> Section:
-        return self._workers.section
+    def _run_lock(self) -> RunLock:
+        return self._workers.run_lock
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Return the result of the model's ``generate()``. The stages take turns on the full mini-batch.
@@ -162,12 +162,12 @@ class ModelPipe(InstanceOfModel, ModelStepping, GPipe, of_models=True):
                 "generate() reads every parameter for each token, but offload=True keeps them on the host; generate "
                 "with a pipe of the same model that is made without offload="
             )
-        with self._workers.section.entered():
+        with self._workers.run_lock.entered():
             return generate(self._whole_model, {*self._blocks.values()}, *args, **kwargs)
 
     def close(self) -> None:
         """End the threads of this pipe, which otherwise end when it is freed. The next use starts new ones."""
-        with self._workers.section.entered():
+        with self._workers.run_lock.entered():
             self._workers.close()
             self._shown().threads.close()
 
@@ -192,13 +192,13 @@ class ModelPipe(InstanceOfModel, ModelStepping, GPipe, of_models=True):
             ModelStage(j, part, device, layout) for j, (part, device) in enumerate(zip(parts, devices, strict=True))
         ]
         streams, workers = [CopyStreams.on(device) for device in devices], Workers(devices)
-        divided = Divided(self._whole_model, self._division, self._pick, parts, stages)
+        divided = DividedModel(self._whole_model, self._division, self._pick, parts, stages)
         pipeline = ModelPipeline(divided, layout, streams, workers, offload=self._offload)
         self.__dict__.update(
             _copy_streams=streams, _workers=workers, _sums=SeenSums(), _pipeline=pipeline, _chooser=Chooser(stages)
         )
         on_device = partial(on_last_device, devices, self._offload)
-        past = Past(self._whole_model, self._blocks, workers.section, on_device)
+        past = Past(self._whole_model, self._blocks, workers.run_lock, on_device)
         self.__dict__.update(_laid_out=[], _pipelines={}, _past=past)
         # Each signature has its own class, because frameworks read argument names from type(model).forward.
         object.__setattr__(

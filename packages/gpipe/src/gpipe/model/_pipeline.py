@@ -28,7 +28,7 @@ from ._far_run import FarRun
 from ._generators import Drawing
 from ._owners import Owners
 from ._pick import picker
-from ._stage import Divided
+from ._stage import DividedModel
 from ._stage_run import ModelRun
 
 
@@ -70,7 +70,7 @@ class ModelPipeline(Pipeline):
 
     def __init__(
         self,
-        divided: Divided,
+        divided: DividedModel,
         layout: SkipLayout,
         copy_streams: Sequence[CopyStreams],
         workers: Workers,

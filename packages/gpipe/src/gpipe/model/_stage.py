@@ -50,7 +50,7 @@ class ModelStage(Stage):
         return self._recomputations[block]
 
 
-class Divided(NamedTuple):
+class DividedModel(NamedTuple):
     """A model, its division, and its stages.
 
     Attributes:

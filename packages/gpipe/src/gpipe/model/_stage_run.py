@@ -17,7 +17,7 @@ from ..checkpoint._random import CellRNG
 from ..engine._accumulate import DeferredGradients, nodes_below
 from ..engine._block import Block
 from ..engine._cell import Cell, backward, backward_input
-from ..engine._left_behind import guard
+from ..engine._leaked_graphs import guard
 from ..engine._losses import Losses
 from ..engine._spec import RunSpec
 from ..engine._stage import Stage
@@ -34,7 +34,7 @@ from ._forward import Forward
 from ._generators import Drawing, Numbers
 from ._left import Left
 from ._owners import Owners
-from ._stage import Divided
+from ._stage import DividedModel
 from ._tensors import Tensors, Turn
 
 _log = logging.getLogger("gpipe")
@@ -66,7 +66,7 @@ class ModelRun(StageRuns):
 
     def __init__(
         self,
-        divided: Divided,
+        divided: DividedModel,
         start: Callable[[Callable[[], None]], Any],
         transport: Transport,
         spec: RunSpec,
@@ -76,7 +76,7 @@ class ModelRun(StageRuns):
         drawing: Drawing,
         owners: Owners,
     ) -> None:
-        self.model, self.pick, self._divided = divided.model, divided.pick, divided
+        self.model, self.pick, self._divided_model = divided.model, divided.pick, divided
         self.blocks: Collection[nn.Module] = divided.division.blocks.values()
         self.others: Container[nn.Module] = divided.stages_of_others
         self.count = len(divided.parts)
@@ -106,14 +106,14 @@ class ModelRun(StageRuns):
     @cached_property
     def outside(self) -> list[Held]:
         """The buffers of modules outside blocks."""
-        found = outside(self.model, self._divided.division.blocks.values())
+        found = outside(self.model, self._divided_model.division.blocks.values())
         return [module._buffers for module in found if module._buffers]
 
     @cached_property
     def fixed(self) -> Fixed:
         """The parameters of the model, and the buffers of its blocks."""
-        blocks = self._divided.division.blocks.values()
-        return Fixed(self.model, self._divided.parts, blocks, self._tied.accept, is_host=self.offloads)
+        blocks = self._divided_model.division.blocks.values()
+        return Fixed(self.model, self._divided_model.parts, blocks, self._tied.accept, is_host=self.offloads)
 
     @property
     def of(self) -> Callable[..., StageRun]:
@@ -123,14 +123,14 @@ class ModelRun(StageRuns):
     def walking(self) -> Iterator[None]:
         # If stages share tensors, modules now hold the copies of this run.
         for index in reversed(range(self.count)):
-            self._homes.update(dict.fromkeys(contents_of(self._divided.parts[index]).tensors, index))
+            self._homes.update(dict.fromkeys(contents_of(self._divided_model.parts[index]).tensors, index))
         self._homes.update(self._tied.guests())
-        for module in self._divided.common:
+        for module in self._divided_model.common:
             for tensor in contents_of(module).tensors:
                 self._homes.pop(tensor, None)
-        self.left.begin(self._divided.division.blocks)
+        self.left.begin(self._divided_model.division.blocks)
         try:
-            with self._divided.answering(), without_cache(self.model):
+            with self._divided_model.answering(), without_cache(self.model):
                 yield
             if not self.replays:
                 self._known.setdefault(self.kind, Facts((), frozenset(), frozenset(), changes_inputs=False))

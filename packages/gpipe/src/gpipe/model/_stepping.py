@@ -16,11 +16,11 @@ from streams import add_note
 from ..engine._loss_value import own_loss
 from ..engine._losses import Losses
 from ..engine._mini_batch import compute_outputs
-from ..module._cut import Checked, are_cut_by_rows, checked
 from ..module._in_one_operation import in_one_operation
 from ..module._inputs import Inputs
 from ..module._keywords import Call
 from ..module._rule import has_loss, is_left_open
+from ..module._split_batch import Checked, are_cut_by_rows, checked
 from ..module._step import Asked, Prepared, Stepping
 from ..module._training import whole_arguments
 from ..skip.layout import skippables
@@ -95,7 +95,7 @@ class ModelStepping(Stepping):
         given = self._checked(inputs)
         batches, versions = self._cut(given, pipeline.divided.model)
         self._warn_of_batch(len(batches))
-        with pipeline.section.entered():
+        with pipeline.run_lock.entered():
             spec = pipeline.spec(self._size(len(batches), trains=torch.is_grad_enabled()))
             outputs = compute_outputs(pipeline, spec._replace(replays=out_spec is None), batches, versions)
             if out_spec is not None:

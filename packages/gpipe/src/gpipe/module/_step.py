@@ -18,17 +18,17 @@ from ..engine._loss_value import LossFunction, own_loss
 from ..engine._losses import Losses
 from ..engine._mini_batch import evaluate
 from ..engine._updates import Updates
-from ..engine._walks import Size, waits
+from ..engine._worker_steps import Size, waits
 from ..schedule import SCHEDULES, Schedule
 from ..schedule._named import expect_schedule
 from ..values._leaves import Activation
 from ..values._sharing import gathered
 from ._arguments import checked_chunks
-from ._cut import Checked, checked, cut, expect_proportional
-from ._divided import Divided
 from ._frequencies import expect_sums
 from ._keywords import NOTHING, Call, called_with
+from ._partitioned import PartitionedModule
 from ._rule import OF_ALL_ROWS, OF_MODEL, Rule, SeenSums, has_loss, is_left_open, of_model_under, rule_of, unlike
+from ._split_batch import Checked, checked, expect_proportional, split_batch
 from ._tied import pin_parameters
 from ._training import (
     Unlike,
@@ -84,7 +84,7 @@ def without_advice(pipe: Stepping) -> None:
     pipe._has_warned = pipe._has_warned_of_whole = pipe._has_warned_of_batch = True
 
 
-class Stepping(Divided):
+class Stepping(PartitionedModule):
     """Add ``step`` and ``evaluate`` to a pipe."""
 
     in_spec: Any
@@ -214,7 +214,7 @@ class Stepping(Divided):
             warn_about_settings(training=is_trained, is_patched=is_patched)
         updates = None if optimizer is None else self._updates_by(optimizer)
         call = Call("step", input, target, arguments, loss_fn, reduction, normalizer, return_outputs)
-        with self._pipeline.section.entered(), ExitStack() as scope:
+        with self._pipeline.run_lock.entered(), ExitStack() as scope:
             prepared = self._prepared(call, schedule, scope)
             self._warn_of_batch(len(prepared.batches))
             self._train(prepared._replace(updates=updates), schedule)
@@ -259,7 +259,7 @@ class Stepping(Divided):
         True
         """
         call = Call("evaluate", input, target, arguments, loss_fn, reduction, normalizer, return_outputs)
-        with self._pipeline.section.entered(), ExitStack() as scope:
+        with self._pipeline.run_lock.entered(), ExitStack() as scope:
             prepared = self._prepared(call, None, scope)
             with torch.no_grad():
                 spec = self._pipeline.spec(prepared.size, loss=prepared.losses, seed=prepared.seed)
@@ -293,7 +293,7 @@ class Stepping(Divided):
 
     def _cut(self, inputs: Checked, part: nn.Module | None = None) -> tuple[list[Batch], Versions]:
         self._follow_model(inputs.bare, part)
-        batches, versions = cut(inputs, self._pipeline.stages[0].device, self._chunks, self._least_rows)
+        batches, versions = split_batch(inputs, self._pipeline.stages[0].device, self._chunks, self._least_rows)
         expect_proportional(batches)
         return batches, versions
 

@@ -15,7 +15,7 @@ from ..engine._tied import holds_tensors
 from ..transport._copy import can_pin
 from ..values._leaves import storage_id
 from ._devices import move, move_to_host
-from ._divided import Divided
+from ._partitioned import PartitionedModule
 
 _log = logging.getLogger("gpipe")
 
@@ -72,7 +72,7 @@ def _expect_copyable(partitions: Sequence[nn.Module]) -> None:
             if first == j or not holds_tensors(module):
                 continue
             both = f"{name!r} of partition {j} is also {its!r} of partition {first}, but it"
-            if isinstance(module, Divided) or "forward" in vars(module):
+            if isinstance(module, PartitionedModule) or "forward" in vars(module):
                 raise ValueError(
                     f"{both} is a pipe, or its forward was set on the instance, for example by torch.compile, so it is "
                     "bound to a single set of parameters; put both into one partition, or compile the layers around it"

@@ -18,11 +18,11 @@ from ..engine._loss_value import LossFunction, LossValue, own_loss
 from ..engine._losses import Losses, MicrobatchLosses
 from ..engine._whole_loss import WholeLoss
 from ..values._sharing import gathered, gathered_activation
-from ._cut import checked, cut, expect_same_rows
 from ._keywords import Call
 from ._mixing import mixing_layers
 from ._rule import Rule
 from ._signature import binds
+from ._split_batch import checked, expect_same_rows, split_batch
 
 _log = logging.getLogger("gpipe")
 Unlike = Callable[[LossValue], ValueError]
@@ -187,6 +187,6 @@ def _targets(target: Any, device: torch.device, inputs: Sequence[Batch], chunks:
     detached = value._replace(bare=map_tensors(Tensor.detach, value.bare))
     if value.spec is not None and not any(isinstance(rule, Split) for rule in rules(*value)):
         return [map_tensors(lambda tensor: tensor.to(device), detached.bare)] * len(inputs)
-    targets, _ = cut(detached, device, *chunks)
+    targets, _ = split_batch(detached, device, *chunks)
     expect_same_rows(targets, inputs)
     return [batch.value for batch in targets]

@@ -10,20 +10,20 @@ on the host, ``L`` loads them onto its device, and ``U`` unloads them; the numbe
 moves the saved tensors of a micro-batch to the host, and ``P`` moves them back (prefetches) before its backward.
 """
 
-from ._actions import LOSS_OF_ALL, Action, Kind, Program, Step, Walk, requirement
+from ._actions import LOSS_OF_ALL, Action, Kind, Program, Step, WorkerSteps, dependencies_of
 from ._builders import (
     clock_cycles,
     dualpipev,
     fill_drain,
-    halves,
     interleaved,
     interleaved_zero_bubble,
     looped_bfs,
     one_forward_one_backward,
+    split_forward_backward,
     zbv,
     zero_bubble,
 )
-from ._choice import SPLIT_SECONDS, TIE, Choice, Seconds, choose, worth_splitting
+from ._choice import CHOICE_TOLERANCE, SPLIT_SECONDS, Choice, Seconds, choose, worth_splitting
 from ._modes import CHECKPOINT_MODES, Stops, checkpoint_stops
 from ._named import SCHEDULES, SPLITTING, looped_placement, named
 from ._replay import Span, replay
@@ -34,11 +34,11 @@ from ._validate import in_flight, validate
 
 __all__ = [
     "CHECKPOINT_MODES",
+    "CHOICE_TOLERANCE",
     "LOSS_OF_ALL",
     "SCHEDULES",
     "SPLITTING",
     "SPLIT_SECONDS",
-    "TIE",
     "Action",
     "Choice",
     "Kind",
@@ -48,13 +48,13 @@ __all__ = [
     "Span",
     "Step",
     "Stops",
-    "Walk",
+    "WorkerSteps",
     "checkpoint_stops",
     "choose",
     "clock_cycles",
+    "dependencies_of",
     "dualpipev",
     "fill_drain",
-    "halves",
     "in_flight",
     "interleaved",
     "interleaved_zero_bubble",
@@ -63,8 +63,8 @@ __all__ = [
     "named",
     "one_forward_one_backward",
     "replay",
-    "requirement",
     "search",
+    "split_forward_backward",
     "v_placement",
     "validate",
     "worth_splitting",

@@ -80,11 +80,11 @@ class Step(NamedTuple):
 Program = tuple[Action, ...]
 """The actions of a stage, in order."""
 
-Walk = tuple[tuple[Step, ...], ...]
+WorkerSteps = tuple[tuple[Step, ...], ...]
 """The steps of each worker, in order."""
 
 
-def requirement(step: Step) -> tuple[Step, ...]:
+def dependencies_of(step: Step) -> tuple[Step, ...]:
     """Return the steps of a neighboring stage that ``step`` depends on; one of them is enough.
 
     Args:
@@ -102,5 +102,5 @@ def requirement(step: Step) -> tuple[Step, ...]:
 
 
 def deadlock(waiting: Iterable[Step]) -> ValueError:
-    waits = (f"{step} for {' or '.join(map(str, requirement(step)))}" for step in waiting)
+    waits = (f"{step} for {' or '.join(map(str, dependencies_of(step)))}" for step in waiting)
     return ValueError(f"the workers wait for each other forever: {', '.join(waits)}")

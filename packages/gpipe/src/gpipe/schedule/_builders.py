@@ -233,7 +233,7 @@ def dualpipev(
     return named("dualpipev", microbatches, v_placement(stages), checkpoint_stop, split)
 
 
-def halves(schedule: Sequence[Program]) -> tuple[Schedule, Schedule]:
+def split_forward_backward(schedule: Sequence[Program]) -> tuple[Schedule, Schedule]:
     """Split a schedule into its forwards and its remaining actions.
 
     Args:
@@ -245,9 +245,9 @@ def halves(schedule: Sequence[Program]) -> tuple[Schedule, Schedule]:
     # Autograd runs the backward in a separate call, so each half becomes its own schedule.
     forwards = [[action for action in program if action.kind == Kind.FORWARD] for program in schedule]
     rests = [program[len(head) :] for program, head in zip(schedule, forwards, strict=True)]
-    walk = getattr(schedule, "walk", None)
-    if walk is None:
+    worker_steps = getattr(schedule, "worker_steps", None)
+    if worker_steps is None:
         return Schedule(forwards), Schedule(rests)
-    first = tuple(tuple(step for step in line if step.action.kind == Kind.FORWARD) for line in walk)
-    later = tuple(tuple(step for step in line if step.action.kind != Kind.FORWARD) for line in walk)
+    first = tuple(tuple(step for step in line if step.action.kind == Kind.FORWARD) for line in worker_steps)
+    later = tuple(tuple(step for step in line if step.action.kind != Kind.FORWARD) for line in worker_steps)
     return Schedule(forwards, first), Schedule(rests, later)

@@ -21,7 +21,7 @@ Splitting a backward costs about 130 µs of Python per cell. On CPUs, zero bubbl
 shorter than this (``docs/benchmarks/pipeline.md``).
 """
 
-TIE = 0.02
+CHOICE_TOLERANCE = 0.02
 """Schedules count as equally fast if their times differ by at most this fraction, the precision of the measurement."""
 
 Seconds = Mapping[tuple[int, Kind], float]
@@ -101,7 +101,7 @@ def choose(
     built = {name: lanes(name, microbatches, placement, checkpoint_stop, split) for name in _BY_MEMORY}
     expected = {name: makespan(own, microbatches, of_stages, [0.0] * len(placement)) for name, own in built.items()}
     # _BY_MEMORY is sorted by memory, so the first candidate within the bound needs the least.
-    bound = min(expected.values()) * (1 + TIE)
+    bound = min(expected.values()) * (1 + CHOICE_TOLERANCE)
     name = next(name for name in _BY_MEMORY if expected[name] <= bound)
     return Choice(name, split if name == "zero_bubble" else (), expected)
 
@@ -139,8 +139,10 @@ def choose_by_search(
         checkpoint_stop=checkpoint_stop,
         split=split,
     )
-    walks = {name: usual.on(placement), "search": found.on(placement)}
-    expected = {each: makespan(walk, microbatches, of_stages, [0.0] * n) for each, walk in walks.items()}
+    step_lists = {name: usual.on(placement), "search": found.on(placement)}
+    expected = {
+        each: makespan(worker_steps, microbatches, of_stages, [0.0] * n) for each, worker_steps in step_lists.items()
+    }
     return Choice("search", split_in(found), expected, found)
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, product
 
-from ._actions import Action, Kind, Step, Walk
+from ._actions import Action, Kind, Step, WorkerSteps
 from ._problem import Problem
 from ._replay import Lane
 
@@ -62,8 +62,8 @@ class Coded:
         m, n = self.problem.microbatches, self.problem.stages
         return [[(_SLOT_OF[kind] * n + j) * m + i for j, (kind, i) in lane] for lane in lanes]
 
-    def walk_of(self, order: Order) -> Walk:
-        """Return the order as a walk; the inverse of :meth:`order_of`."""
+    def worker_steps(self, order: Order) -> WorkerSteps:
+        """Return the order as worker steps; the inverse of :meth:`order_of`."""
         m, n = self.problem.microbatches, self.problem.stages
         return tuple(
             tuple(Step(code // m % n, Action(SLOTS[code // (m * n)], code % m)) for code in line) for line in order

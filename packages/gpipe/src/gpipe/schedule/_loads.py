@@ -12,21 +12,21 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 
-from ._actions import MOVES, TRANSFERS, TRIPS, Action, Kind, Step, Walk
+from ._actions import MOVES, TRANSFERS, TRIPS, Action, Kind, Step, WorkerSteps
 
 ROOM = 2
 """The number of stages whose parameters a worker holds at once: the one that computes, and the next one."""
 
 
-def with_loads(walk: Walk, offloaded: Collection[int], room: int = ROOM) -> Walk:
-    """Insert loads and unloads of the ``offloaded`` stages, unless ``walk`` already has some.
+def with_loads(worker_steps: WorkerSteps, offloaded: Collection[int], room: int = ROOM) -> WorkerSteps:
+    """Insert loads and unloads of the ``offloaded`` stages, unless ``worker_steps`` already has some.
 
     A worker loads the stages that it needs next, at most ``room`` at once. If it has to unload one, it is the stage
     that it needs last (Belady's rule), and a stage that it needs no more is unloaded at once.
     """
-    if any(step.action.kind in MOVES for step in chain.from_iterable(walk)):
-        return walk
-    return tuple(tuple(_loaded(line, offloaded, room)) for line in walk)
+    if any(step.action.kind in MOVES for step in chain.from_iterable(worker_steps)):
+        return worker_steps
+    return tuple(tuple(_loaded(line, offloaded, room)) for line in worker_steps)
 
 
 def _loaded(line: Sequence[Step], offloaded: Collection[int], room: int) -> Iterator[Step]:
@@ -66,9 +66,9 @@ def _visits(line: Sequence[Step]) -> list[tuple[int, list[Step]]]:
     return visits
 
 
-def expect_loaded(walk: Walk, offloaded: Collection[int]) -> None:
+def expect_loaded(worker_steps: WorkerSteps, offloaded: Collection[int]) -> None:
     """Raise ValueError unless each stage of ``offloaded``, and no other, is loaded whenever it computes."""
-    for step, resident in _residents(walk):
+    for step, resident in _residents(worker_steps):
         stage, (kind, _) = step
         if kind in MOVES and stage not in offloaded:
             raise ValueError(f"the schedule has {step}, but the parameters of stage {stage} are not offloaded")
@@ -80,9 +80,9 @@ def expect_loaded(walk: Walk, offloaded: Collection[int]) -> None:
             raise ValueError(f"{step} needs the parameters of stage {stage}, which are not loaded before it (L)")
 
 
-def _residents(walk: Sequence[Sequence[Step]]) -> Iterator[tuple[Step, set[int]]]:
+def _residents(worker_steps: Sequence[Sequence[Step]]) -> Iterator[tuple[Step, set[int]]]:
     """Yield each step with the stages that its worker has loaded before it."""
-    for line in walk:
+    for line in worker_steps:
         resident = set[int]()
         for step in line:
             yield step, resident

@@ -15,7 +15,7 @@ from ._lanes import (
     zero_bubble_steps,
 )
 from ._modes import Stops, stop_of_each
-from ._replay import Lane, walk_of
+from ._replay import Lane, steps_of_lanes
 from ._schedule import Schedule, programs_of
 from ._v_shaped import dualpipev_turns, v_placement, v_shaped, zbv_turns
 
@@ -68,8 +68,8 @@ def named(
     F0@1 F0@2 I0@2 W0@2 I0@1 W0@1
     """
     own = _made(name, microbatches, _own_placement(name, placement), checkpoint_stop, split)
-    walk = walk_of(own)
-    return Schedule(programs_of(walk, len(placement)), walk)
+    worker_steps = steps_of_lanes(own)
+    return Schedule(programs_of(worker_steps, len(placement)), worker_steps)
 
 
 def lanes(

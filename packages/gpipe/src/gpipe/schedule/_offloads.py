@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 
-from ._actions import TRANSFERS, TRIPS, Action, Kind, Step, Walk
+from ._actions import TRANSFERS, TRIPS, Action, Kind, Step, WorkerSteps
 
 CELLS = 2
 """The number of cells whose saved tensors a worker has on its device: the one that computes, and the next one.
@@ -23,16 +23,16 @@ One more may be leaving, if forwards and backwards alternate.
 _BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 
-def with_offloads(walk: Walk, offloading: Collection[int], room: int = CELLS) -> Walk:
-    """Insert offloads and prefetches of cells of the ``offloading`` stages, unless ``walk`` already has some.
+def with_offloads(worker_steps: WorkerSteps, offloading: Collection[int], room: int = CELLS) -> WorkerSteps:
+    """Insert offloads and prefetches of cells of the ``offloading`` stages, unless ``worker_steps`` already has some.
 
     The saved tensors of a cell leave right after its forward. They return before the step that is ``room - 1`` steps
-    ahead of its backward. A cell stays if no step would be between the two. If ``walk`` has no backward of a cell, it
-    leaves; if it has no forward of it, it returns.
+    ahead of its backward. A cell stays if no step would be between the two. A cell without a backward in
+    ``worker_steps`` leaves, and one without a forward returns.
     """
-    if any(step.action.kind in TRIPS for step in chain.from_iterable(walk)):
-        return walk
-    return tuple(tuple(_offloaded(line, offloading, room - 1)) for line in walk)
+    if any(step.action.kind in TRIPS for step in chain.from_iterable(worker_steps)):
+        return worker_steps
+    return tuple(tuple(_offloaded(line, offloading, room - 1)) for line in worker_steps)
 
 
 def _offloaded(line: Sequence[Step], offloading: Collection[int], ahead: int) -> Iterator[Step]:
@@ -59,12 +59,12 @@ def _offloaded(line: Sequence[Step], offloading: Collection[int], ahead: int) ->
             yield Step(step.stage, Action(Kind.OFFLOAD, step.action.microbatch))
 
 
-def expect_prefetched(walk: Walk, offloading: Collection[int]) -> None:
+def expect_prefetched(worker_steps: WorkerSteps, offloading: Collection[int]) -> None:
     """Raise ValueError unless the saved tensors of each cell are on its device whenever it has a backward.
 
     Cells of stages that are not in ``offloading`` must not leave it.
     """
-    for line in walk:
+    for line in worker_steps:
         computed, away = set[tuple[int, int]](), set[tuple[int, int]]()
         for step in line:
             kind, cell = step.action.kind, _cell(step)
@@ -86,9 +86,9 @@ def expect_prefetched(walk: Walk, offloading: Collection[int]) -> None:
                 away.discard(cell)
 
 
-def cells_offloaded(walk: Walk) -> frozenset[tuple[int, int]]:
+def cells_offloaded(worker_steps: WorkerSteps) -> frozenset[tuple[int, int]]:
     """Return the stage and micro-batch of each cell that is offloaded."""
-    return frozenset(_cell(step) for line in walk for step in line if step.action.kind == Kind.OFFLOAD)
+    return frozenset(_cell(step) for line in worker_steps for step in line if step.action.kind == Kind.OFFLOAD)
 
 
 def _cell(step: Step) -> tuple[int, int]:

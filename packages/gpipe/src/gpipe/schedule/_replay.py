@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, MutableSequence, Sequen
 from itertools import chain
 from typing import NamedTuple
 
-from ._actions import MOVES, TRANSFERS, TRIPS, Action, Kind, Step, Walk, deadlock
+from ._actions import MOVES, TRANSFERS, TRIPS, Action, Kind, Step, WorkerSteps, deadlock
 
 Lane = Iterable[tuple[int, tuple[Kind, int]]]
 """The steps of a worker, in order: ``(stage, (kind, microbatch))``."""
@@ -39,17 +39,19 @@ class Span(NamedTuple):
     wait: float
 
 
-def walk_of(lanes: Iterable[Lane]) -> Walk:
-    """Return the steps of each worker as a walk."""
+def steps_of_lanes(lanes: Iterable[Lane]) -> WorkerSteps:
+    """Return the steps of the workers with these lanes."""
     return tuple(tuple(Step(j, Action(*action)) for j, action in lane) for lane in lanes)
 
 
-def replay(walk: Walk, seconds: KindSeconds | None = None, hops: Sequence[float] | None = None) -> dict[Step, Span]:
-    """Compute when each step of ``walk`` runs, if every step starts as soon as it can.
+def replay(
+    worker_steps: WorkerSteps, seconds: KindSeconds | None = None, hops: Sequence[float] | None = None
+) -> dict[Step, Span]:
+    """Compute when each step of ``worker_steps`` runs, if every step starts as soon as it can.
 
     Args:
-        walk: the steps of each worker, in order. Either every stage runs the forward of every micro-batch, or no stage
-            runs any. If a stage runs backwards, so do all later stages.
+        worker_steps: the steps of each worker, in order. Either every stage runs the forward of every
+            micro-batch, or no stage runs any. If a stage runs backwards, so do all later stages.
         seconds: the durations of the actions of each stage, by kind; 1 each by default.
         hops: the transfer time from the previous stage to each stage, and of a gradient back to it; 0 by default.
 
@@ -63,12 +65,12 @@ def replay(walk: Walk, seconds: KindSeconds | None = None, hops: Sequence[float]
     >>> max(span.end for span in replay(fill_drain(8, 4).on(range(4))).values())
     22.0
     """
-    steps = list(chain.from_iterable(walk))
+    steps = list(chain.from_iterable(worker_steps))
     stages = 1 + max((step.stage for step in steps), default=-1)
     microbatches = 1 + max((step.action.microbatch for step in steps if step.action.kind not in MOVES), default=-1)
     spans: dict[Step, Span] = {}
     seconds = [dict.fromkeys(Kind, 1.0)] * stages if seconds is None else seconds
-    _run(walk, microbatches, seconds, [0.0] * stages if hops is None else hops, spans)
+    _run(worker_steps, microbatches, seconds, [0.0] * stages if hops is None else hops, spans)
     return spans
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import chain, zip_longest
 
-from ._actions import LOSS_OF_ALL, Action, Kind, Program, Step, Walk, deadlock, requirement
+from ._actions import LOSS_OF_ALL, Action, Kind, Program, Step, WorkerSteps, deadlock, dependencies_of
 from ._loads import ROOM, expect_loaded, with_loads
 from ._modes import Stops, stop_of_each
 from ._offloads import CELLS, expect_prefetched, with_offloads
@@ -17,11 +17,11 @@ from ._offloads import CELLS, expect_prefetched, with_offloads
 class Schedule(tuple[Program, ...]):
     """The program of each stage: a tuple of tuples of :class:`Action`.
 
-    If several stages share a worker, ``walk`` is the order of their steps; without it, a worker runs the step that can
-    start first. ``walk`` is None if every stage has its own worker. Schedules are equal if their programs and walks
-    are.
+    If several stages share a worker, ``worker_steps`` is the order of their steps; without it, a worker runs the step
+    that can start first. It is None if every stage has its own worker. Schedules are equal if their programs and their
+    worker steps are.
 
-    Raises ValueError if ``walk`` and ``programs`` have different steps, or the steps of a stage are on two workers.
+    Raises ValueError if ``worker_steps`` and ``programs`` have different steps, or a stage has steps on two workers.
 
     ``str()`` returns one line per worker; :meth:`parse` is its inverse.
 
@@ -31,24 +31,28 @@ class Schedule(tuple[Program, ...]):
     F0 B0 F1 B1 F2 B2
     """
 
-    walk: Walk | None
+    worker_steps: WorkerSteps | None
 
-    def __new__(cls, programs: Iterable[Iterable[Action]], walk: Walk | None = None) -> Schedule:
+    def __new__(cls, programs: Iterable[Iterable[Action]], worker_steps: WorkerSteps | None = None) -> Schedule:
         schedule = super().__new__(cls, tuple(map(tuple, programs)))
-        schedule.walk = None if walk is None else _needed_walk(walk, schedule)
+        schedule.worker_steps = None if worker_steps is None else _needed_steps(worker_steps, schedule)
         return schedule
 
     def __eq__(self, other: object) -> bool:
         # The programs do not determine how a worker interleaves the steps of its stages.
-        return isinstance(other, tuple) and tuple.__eq__(self, other) and self.walk == getattr(other, "walk", None)
+        return (
+            isinstance(other, tuple)
+            and tuple.__eq__(self, other)
+            and self.worker_steps == getattr(other, "worker_steps", None)
+        )
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
     def __hash__(self) -> int:
-        # A schedule without a walk equals the tuple of its programs.
+        # A schedule without worker steps equals the tuple of its programs.
         own = tuple.__hash__(self)
-        return own if self.walk is None else hash((own, self.walk))
+        return own if self.worker_steps is None else hash((own, self.worker_steps))
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
@@ -72,17 +76,17 @@ class Schedule(tuple[Program, ...]):
         True
         """
         lines = [(number, line.split("#")[0].split()) for number, line in enumerate(text.splitlines(), start=1)]
-        walk = tuple(
+        worker_steps = tuple(
             tuple(_read(word, worker, number) for word in words if word.strip("."))
             for worker, (number, words) in enumerate([line for line in lines if line[1]])
         )
-        stages = 1 + max((step.stage for steps in walk for step in steps), default=-1)
-        return cls(programs_of(walk, stages), walk)
+        stages = 1 + max((step.stage for steps in worker_steps for step in steps), default=-1)
+        return cls(programs_of(worker_steps, stages), worker_steps)
 
-    def on(self, placement: Sequence[int]) -> Walk:
+    def on(self, placement: Sequence[int]) -> WorkerSteps:
         """Return the steps of each worker if stage j runs on worker ``placement[j]``.
 
-        If ``walk`` is for this placement, it is the result. Otherwise a worker runs the step that can start first.
+        ``worker_steps`` is returned if it is for this placement. Otherwise a worker runs the step that can start first.
 
         Args:
             placement: the worker of each stage, counted from 0.
@@ -93,13 +97,13 @@ class Schedule(tuple[Program, ...]):
         Raises:
             ValueError: the programs wait for each other forever.
         """
-        if self.walk is None:
+        if self.worker_steps is None:
             return merge(self, placement)
-        # A walk has no lines of workers without stages.
+        # A list of worker steps has no lines of workers without stages.
         lines = {worker: line for line, worker in enumerate(sorted(set(placement)))}
-        if _places(self.walk) != {j: lines[worker] for j, worker in enumerate(placement)}:
+        if _places(self.worker_steps) != {j: lines[worker] for j, worker in enumerate(placement)}:
             return merge(self, placement)
-        return tuple(self.walk[lines[worker]] if worker in lines else () for worker in range(max(lines) + 1))
+        return tuple(self.worker_steps[lines[worker]] if worker in lines else () for worker in range(max(lines) + 1))
 
     def recomputing(self, checkpoint_stop: Stops) -> Schedule:
         """Add a recomputation just before each backward of a micro-batch below ``checkpoint_stop``.
@@ -124,7 +128,7 @@ class Schedule(tuple[Program, ...]):
             tuple(each for step in line for each in _recomputing(step, present, stops[step.stage]))
             for line in self._lines
         )
-        return Schedule(programs_of(lines, len(self)), None if self.walk is None else lines)
+        return Schedule(programs_of(lines, len(self)), None if self.worker_steps is None else lines)
 
     def loading(self, placement: Sequence[int], offloaded: Collection[int] | None = None, room: int = ROOM) -> Schedule:
         """Add the loads and unloads of stages whose parameters are on the host.
@@ -145,9 +149,9 @@ class Schedule(tuple[Program, ...]):
         L0@0 L0@1 F0@0 U0@0 L0@2 F0@1 F0@2 B0@2 U0@2 L1@0 B0@1 U0@1 B0@0 U1@0
         """
         stages = range(len(self)) if offloaded is None else offloaded
-        walk = with_loads(self.on(placement), stages, room)
-        expect_loaded(walk, stages)
-        return Schedule(programs_of(walk, len(self)), walk)
+        worker_steps = with_loads(self.on(placement), stages, room)
+        expect_loaded(worker_steps, stages)
+        return Schedule(programs_of(worker_steps, len(self)), worker_steps)
 
     def offloading(
         self, placement: Sequence[int], stages: Collection[int] | None = None, room: int = CELLS
@@ -173,9 +177,9 @@ class Schedule(tuple[Program, ...]):
         F0 O0 F1 O1 F2 O2 F3 P2 B3 P1 B2 P0 B1 B0
         """
         own = range(len(self)) if stages is None else stages
-        walk = with_offloads(self.on(placement), own, room)
-        expect_prefetched(walk, own)
-        return Schedule(programs_of(walk, len(self)), walk)
+        worker_steps = with_offloads(self.on(placement), own, room)
+        expect_prefetched(worker_steps, own)
+        return Schedule(programs_of(worker_steps, len(self)), worker_steps)
 
     @property
     def has_loss(self) -> bool:
@@ -210,16 +214,18 @@ class Schedule(tuple[Program, ...]):
         for line in self._lines:
             place = max((k for k, step in enumerate(line, start=1) if step in forwards), default=0)
             lines.append((*line[:place], Step(last, LOSS_OF_ALL), *line[place:]) if place else line)
-        return Schedule(programs_of(lines, len(self)), None if self.walk is None else tuple(lines))
+        return Schedule(programs_of(lines, len(self)), None if self.worker_steps is None else tuple(lines))
 
     @property
-    def _lines(self) -> Walk:
-        return self.walk or tuple(tuple(Step(j, action) for action in program) for j, program in enumerate(self))
+    def _lines(self) -> WorkerSteps:
+        return self.worker_steps or tuple(
+            tuple(Step(j, action) for action in program) for j, program in enumerate(self)
+        )
 
     def __str__(self) -> str:
-        walk = self._lines
-        alone = all(step.stage == number for number, steps in enumerate(walk) for step in steps)
-        return "\n".join(" ".join(str(step.action if alone else step) for step in steps) for steps in walk)
+        worker_steps = self._lines
+        alone = all(step.stage == number for number, steps in enumerate(worker_steps) for step in steps)
+        return "\n".join(" ".join(str(step.action if alone else step) for step in steps) for steps in worker_steps)
 
 
 _WORD = re.compile(r"(?:([FRBIWLUOP])(\d+)|(C))(?:@(\d+))?")
@@ -245,29 +251,31 @@ def _recomputing(step: Step, present: set[Step], stop: int) -> Iterator[Step]:
     yield step
 
 
-def _needed_walk(walk: Walk, programs: Sequence[Program]) -> Walk | None:
-    walk = tuple(steps for steps in walk if steps)
-    on = Counter(j for steps in walk for j in {step.stage for step in steps})
+def _needed_steps(worker_steps: WorkerSteps, programs: Sequence[Program]) -> WorkerSteps | None:
+    worker_steps = tuple(steps for steps in worker_steps if steps)
+    on = Counter(j for steps in worker_steps for j in {step.stage for step in steps})
     if shared := [j for j, lines in on.items() if lines > 1]:
         raise ValueError(f"the steps of stage {shared[0]} are on {on[shared[0]]} workers; write them on one line")
-    found = programs_of(walk, max(len(programs), *(j + 1 for j in on), 0))
+    found = programs_of(worker_steps, max(len(programs), *(j + 1 for j in on), 0))
     if wrong := [j for j, pair in enumerate(zip_longest(found, programs)) if pair[0] != pair[1]]:
-        raise ValueError(f"the walk and the programs have different steps of stage {wrong[0]}, or a different order")
-    return None if len(on) == len(walk) else walk
+        raise ValueError(
+            f"the worker steps and the programs have different steps of stage {wrong[0]}, or a different order"
+        )
+    return None if len(on) == len(worker_steps) else worker_steps
 
 
-def programs_of(walk: Sequence[tuple[Step, ...]], stages: int) -> list[Program]:
+def programs_of(worker_steps: Sequence[tuple[Step, ...]], stages: int) -> list[Program]:
     found: list[list[Action]] = [[] for _ in range(stages)]
-    for stage, action in chain.from_iterable(walk):
+    for stage, action in chain.from_iterable(worker_steps):
         found[stage].append(action)
     return [*map(tuple, found)]
 
 
-def _places(walk: Walk) -> dict[int, int]:
-    return {step.stage: worker for worker, steps in enumerate(walk) for step in steps}
+def _places(worker_steps: WorkerSteps) -> dict[int, int]:
+    return {step.stage: worker for worker, steps in enumerate(worker_steps) for step in steps}
 
 
-def merge(programs: Sequence[Program], placement: Sequence[int]) -> Walk:
+def merge(programs: Sequence[Program], placement: Sequence[int]) -> WorkerSteps:
     """Merge programs into the steps of each worker, as if every action took one tick and started as soon as it can.
 
     If several stages of a worker could start at the same tick, the last stage does, which keeps fewer micro-batches in
@@ -290,12 +298,14 @@ def merge(programs: Sequence[Program], placement: Sequence[int]) -> Walk:
     upcoming = [[Step(j, action) for action in reversed(program)] for j, program in enumerate(programs)]
     # A schedule may contain only forwards or only backwards: steps in no program count as done.
     present, done = set(chain.from_iterable(upcoming)), set[Step]()
-    walk: list[list[Step]] = [[] for _ in range(max(placement, default=-1) + 1)]
-    owns = [[j for j in reversed(range(len(programs))) if placement[j] == worker] for worker in range(len(walk))]
+    worker_steps: list[list[Step]] = [[] for _ in range(max(placement, default=-1) + 1)]
+    owns = [
+        [j for j in reversed(range(len(programs))) if placement[j] == worker] for worker in range(len(worker_steps))
+    ]
 
     @cache  # a step is asked about once per tick until it is ready
     def sources(step: Step) -> set[Step]:
-        return present.intersection(requirement(step))
+        return present.intersection(dependencies_of(step))
 
     def is_ready(step: Step) -> bool:
         needed = sources(step)
@@ -307,6 +317,6 @@ def merge(programs: Sequence[Program], placement: Sequence[int]) -> Walk:
         if not begun:
             raise deadlock(heads)
         for step in begun:  # after the scan, as results of this tick are available at the next
-            walk[placement[step.stage]].append(upcoming[step.stage].pop())
+            worker_steps[placement[step.stage]].append(upcoming[step.stage].pop())
         done.update(begun)
-    return tuple(map(tuple, walk))
+    return tuple(map(tuple, worker_steps))

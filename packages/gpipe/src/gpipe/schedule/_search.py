@@ -113,8 +113,8 @@ def search(
     _expect_costs(problem.seconds, problem.hops, problem.whole, problem.bare)
     _expect_room(problem, numbers)
     coded = Coded(problem)
-    walk = coded.walk_of(best_order(coded))
-    return Schedule(programs_of(walk, problem.stages), walk)
+    worker_steps = coded.worker_steps(best_order(coded))
+    return Schedule(programs_of(worker_steps, problem.stages), worker_steps)
 
 
 def best_order(coded: Coded) -> Order:

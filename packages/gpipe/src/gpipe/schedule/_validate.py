@@ -53,9 +53,9 @@ def validate(schedule: Schedule, microbatches: int, placement: Sequence[int]) ->
                     f"stage {j} does {' '.join(map(str, actions)) or 'nothing'} for micro-batch {i}; expected F{i}, "
                     f"perhaps R{i}, and then B{i}, or I{i} and W{i}"
                 )
-    walk = schedule.on(placement)
-    expect_prefetched(walk, range(len(schedule)))
-    replay(walk)
+    worker_steps = schedule.on(placement)
+    expect_prefetched(worker_steps, range(len(schedule)))
+    replay(worker_steps)
 
 
 def _expect_loss(schedule: Schedule, stage: int) -> None:

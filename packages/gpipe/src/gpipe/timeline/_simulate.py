@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain, pairwise
 
-from ..schedule import Kind, Program, Schedule, Step, Walk, checkpoint_stops, named, replay
+from ..schedule import Kind, Program, Schedule, Step, WorkerSteps, checkpoint_stops, named, replay
 from ..schedule._modes import offloading_stages
 from ..schedule._named import lanes as named_lanes
 from ..schedule._named import usual_placement
-from ..schedule._replay import Lane, walk_of
+from ..schedule._replay import Lane, steps_of_lanes
 from ..schedule._replay import makespan as replayed
 from ._costs import StageCost
 from ._events import Event
@@ -61,11 +61,11 @@ def simulate(
     17.0
     """
     lanes, place, _ = _lanes(schedule, costs, microbatches, checkpoint, placement)
-    walk = walk_of(lanes)
-    crossing, held = crossing_bytes(costs, place), _held(walk, costs)
+    worker_steps = steps_of_lanes(lanes)
+    crossing, held = crossing_bytes(costs, place), _held(worker_steps, costs)
     seconds = [{kind: cost.seconds(kind) for kind in Kind} for cost in costs]
     events = list[Event]()
-    for step, span in replay(walk, seconds, hop_seconds(transfer, crossing)).items():
+    for step, span in replay(worker_steps, seconds, hop_seconds(transfer, crossing)).items():
         j, (kind, i) = step
         # A forward receives the previous stage's output, a backward the gradient from the next stage.
         into = {Kind.FORWARD: j, Kind.BACKWARD: j + 1, Kind.BACKWARD_INPUT: j + 1}.get(kind, len(costs))
@@ -124,8 +124,8 @@ def _lanes(
     if microbatches is not None:
         raise ValueError("microbatches: expected None, because schedule is not a name and has its own number")
     whole = schedule if isinstance(schedule, Schedule) else Schedule(schedule)
-    # A walk determines the worker of each stage; without it every stage gets its own.
-    own = {step.stage: worker for worker, steps in enumerate(whole.walk or ()) for step in steps}
+    # A list of worker steps determines the worker of each stage; without it every stage gets its own.
+    own = {step.stage: worker for worker, steps in enumerate(whole.worker_steps or ()) for step in steps}
     place = [own.get(j, j) for j in range(len(whole))] if placement is None else list(placement)
     expect_one_each(len(whole), costs=costs, placement=place)
     count = 1 + max((action.microbatch for program in whole for action in program), default=-1)
@@ -148,11 +148,11 @@ def crossing_bytes(costs: Sequence[StageCost], placement: Sequence[int]) -> list
     return [cost.boundary_bytes if far else None for cost, far in zip(costs, apart, strict=False)]
 
 
-def _held(walk: Walk, costs: Sequence[StageCost]) -> dict[Step, int]:
-    recomputed = {(j, i) for j, (kind, i) in chain.from_iterable(walk) if kind == Kind.RECOMPUTE}
+def _held(worker_steps: WorkerSteps, costs: Sequence[StageCost]) -> dict[Step, int]:
+    recomputed = {(j, i) for j, (kind, i) in chain.from_iterable(worker_steps) if kind == Kind.RECOMPUTE}
     found: dict[Step, int] = {}
     now = [0] * len(costs)
-    for step in chain.from_iterable(walk):
+    for step in chain.from_iterable(worker_steps):
         j, (kind, i) = step
         whole, bare = costs[j].activation_bytes, costs[j].boundary_bytes
         if kind == Kind.FORWARD:

@@ -83,7 +83,7 @@ def svg(panels: Sequence[tuple[str, Timeline]]) -> str:
 
 def _panel(title: str, timeline: Timeline, width: float, pace: float, y: float) -> Iterator[str]:
     yield _text(LEFT, y + 18, f"{title}: {heading(timeline)}" if title else heading(timeline), "gist")
-    busy = timeline.utilisation
+    busy = timeline.utilization
     for row, (worker, lane) in enumerate(timeline.lanes.items()):
         top = y + TOP + row * PITCH
         stages = sorted({event.stage for event in lane})

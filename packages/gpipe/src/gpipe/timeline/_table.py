@@ -48,5 +48,5 @@ def _row(timeline: Timeline, worker: int, lane: Sequence[Event]) -> dict[str, st
         "waiting": format_seconds(sum(event.wait for event in lane)),
         "moved": format_bytes(sum(event.bytes_moved for event in lane)),
         "peak": format_bytes(max(size for _, size in held)) if held else "–",
-        "busy": format_share(timeline.utilisation[worker]),
+        "busy": format_share(timeline.utilization[worker]),
     }

@@ -92,7 +92,7 @@ class Timeline:
         return self.end - self.start
 
     @property
-    def utilisation(self) -> dict[int, float]:
+    def utilization(self) -> dict[int, float]:
         """The fraction of the makespan that each worker computes. Transfers from and to the host do not count."""
         # An empty run counts as busy, and rounded sums may exceed the makespan.
         whole = self.makespan
@@ -103,7 +103,7 @@ class Timeline:
     def bubble(self) -> float:
         """The idle fraction of the workers' time, between the first start and the last end."""
         # Each worker has the same weight, however many stages it has.
-        shares = self.utilisation.values()
+        shares = self.utilization.values()
         return 1 - sum(shares) / len(shares) if shares else 0.0
 
     def held(self, *stages: int) -> list[tuple[float, int]]:
@@ -132,7 +132,9 @@ class Timeline:
             return None
         return {j: max((size for _, size in steps), default=0) for j, steps in held.items()}
 
-    def save(self, path: str | PathLike[str], *, title: str = "", beside: Mapping[str, Timeline] | None = None) -> None:
+    def save(
+        self, path: str | PathLike[str], *, title: str = "", compare_with: Mapping[str, Timeline] | None = None
+    ) -> None:
         """Write the timeline to a file, in the format of the suffix of ``path``.
 
         ===========  ==============================================================
@@ -144,18 +146,18 @@ class Timeline:
         Args:
             path: the file.
             title: a title above the picture.
-            beside: more timelines by title, drawn below on the same scale (pictures and pages only).
+            compare_with: more timelines by title, drawn below on the same scale (pictures and pages only).
 
         Raises:
-            ValueError: ``path`` has a different suffix, or ``.json`` together with ``beside``.
+            ValueError: ``path`` has a different suffix, or ``.json`` together with ``compare_with``.
         """
-        panels = [(title, self), *(beside or {}).items()]
+        panels = [(title, self), *(compare_with or {}).items()]
         tables = "\n\n".join(filter(None, (text for name, each in panels for text in (name, str(each)))))
         forms: dict[str, Callable[[], str]] = {
             ".svg": lambda: svg(panels),
             ".html": lambda: page(title or "timeline", tables, svg(panels)),
         }
-        save(path, forms if beside else {**forms, ".json": lambda: trace(self, title)})
+        save(path, forms if compare_with else {**forms, ".json": lambda: trace(self, title)})
 
     def __str__(self) -> str:
         return table(self)

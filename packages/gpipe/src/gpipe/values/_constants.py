@@ -13,7 +13,7 @@ from torch import Tensor
 from microbatch import flatten, is_flat, leaf_paths
 
 
-class Note:
+class StaticValue:
     """An immutable object that may be passed between stages with tensors. Its content can be pickled."""
 
     __slots__ = ("content",)
@@ -22,13 +22,13 @@ class Note:
         self.content = content
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Note) and self.content == other.content
+        return isinstance(other, StaticValue) and self.content == other.content
 
     __hash__ = None  # type: ignore[assignment]
 
 
 _CONSTANTS = (
-    Note,
+    StaticValue,
     *(NoneType, Number, str, bytes, enum.Enum, range, slice, type, EllipsisType),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.SymInt, torch.SymFloat),
 )

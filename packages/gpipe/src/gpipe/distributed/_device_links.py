@@ -3,10 +3,10 @@
 The head and form of a message are sent through the host (:mod:`gpipe.distributed._messages`), after the transfers of
 its tensors have been queued. The receiver allocates memory for the tensors, and its stage's stream waits for them::
 
-    source computes   --y--x--------------------->          x: the wire waits for y
-    wire                    \\--send--x                      x: y is recorded with it
+    source computes   --y--x--------------------->          x: the link waits for y
+    link                    \\--send--x                      x: y is recorded with it
     - - - - - - - - - - - - - -\\- - - - - - - - - - - -  another process
-    wire                  --recv--x                         x: event
+    link                  --recv--x                         x: event
     target computes  --------------\\--reads-->
 
 The transfers of a communicator or stream run sequentially, and each waits for its other end. If directions shared one,
@@ -44,38 +44,38 @@ from ._errors import UnreachableError
 from ._forms import Dense, Form, bytes_of
 from ._groups import Groups
 from ._messages import Peer
-from ._rendezvous import Rendezvous
+from ._object_exchange import ObjectExchange
 
 ChannelEnds = tuple[int, int, int]
 """The index of a channel, and its two stages."""
 
 MOST: Final = 28
-"""The maximum number of wires per device. Torch takes new streams in turn from 32 per device and priority. A wire needs
+"""The maximum number of links per device. Torch takes new streams in turn from 32 per device and priority. A link needs
 one for itself and one of high priority for its communicator, and copies need four. Work that shares a stream with a
 transfer would wait for the transfer's other end, which may be waiting for this work."""
 
 _MOMENT, _PAUSE = 2.0, 0.05  # seconds; messages of a process arrive at most _MOMENT after its exit
 
 
-class Wires:
-    """All wires of a rank. They are aborted when the process at the other end of a transfer has exited.
+class DeviceLinks:
+    """All links of a rank. They are aborted when the process at the other end of a transfer has exited.
 
     Otherwise the device would hang, with each thread that waits for it in a call that Python cannot interrupt. The exit
-    of a process is detected by its closed gloo connection. A rank that ends its wires also closes these connections, so
-    that ranks whose devices wait for it abort their wires. (A frozen process closes nothing: then torch's watchdog
+    of a process is detected by its closed gloo connection. A rank that ends its links also closes these connections, so
+    that ranks whose devices wait for it abort their links. (A frozen process closes nothing: then torch's watchdog
     ends this process.)
 
     Args:
         groups: the ranks, with separate connections, over which nothing is sent.
 
     Attributes:
-        found: the wires, by the tag of their direction.
-        last: the member at the other end of each wire, and the wire's last transfer.
+        found: the links, by the tag of their direction.
+        last: the member at the other end of each link, and the link's last transfer.
     """
 
     def __init__(self, groups: Groups) -> None:
-        self.found: dict[int, Wire] = {}
-        self.last: dict[Wire, tuple[int, Any]] = {}
+        self.found: dict[int, DeviceLink] = {}
+        self.last: dict[DeviceLink, tuple[int, Any]] = {}
         self._ranks = groups
         self._groups: dict[int, list[dist.ProcessGroup]] = {}
         self._lost: UnreachableError | None = None
@@ -88,8 +88,8 @@ class Wires:
 
     def settle(self) -> None:
         """Wait until all tensors have been received, or the transfers were aborted."""
-        for wire in self.found.values():
-            wire.settle()
+        for link in self.found.values():
+            link.settle()
 
     def check(self) -> None:
         if self._lost is not None:
@@ -117,13 +117,13 @@ class Wires:
                 group.abort()
 
 
-class Wire:
+class DeviceLink:
     """One end of a channel direction. ``peer`` is the other end, in a process group of these two ranks."""
 
-    def __init__(self, peer: Peer, device: torch.device, wires: Wires) -> None:
+    def __init__(self, peer: Peer, device: torch.device, device_links: DeviceLinks) -> None:
         self._peer = peer
         self._device = device
-        self._wires = wires
+        self._device_links = device_links
         self._stream = new_stream(device)
         self._owed: Form | None = None
         self._last: AbstractEvent = None
@@ -155,7 +155,7 @@ class Wire:
         else:
             self.receive(Form(None, (Dense(torch.uint8, torch.Size([1]), (1,), requires_grad=False),)))
         wait_stream(CPUStream, self._stream)
-        self._wires.check()
+        self._device_links.check()
 
     def drain(self) -> None:
         if self._owed is not None:
@@ -163,25 +163,25 @@ class Wire:
 
     def settle(self) -> None:
         wait_event(CPUStream, self._last)
-        self._wires.last.pop(self, None)  # it may refer to tensors
+        self._device_links.last.pop(self, None)  # it may refer to tensors
 
     def _transfer(self, works: list[Any]) -> None:
         for work in works:
-            self._wires.last[self] = self._peer.member, work
+            self._device_links.last[self] = self._peer.member, work
             self._peer.wait(work)  # makes the current stream wait, not the thread
 
 
-def open_wires(
-    meeting: Rendezvous,
+def open_device_links(
+    meeting: ObjectExchange,
     ranks: Sequence[int],
     channels: Iterable[ChannelEnds],
     devices: Mapping[int, torch.device],
     backends: Sequence[str | None],
-) -> Wires:
-    """Open the wires of this rank. All ranks call this together.
+) -> DeviceLinks:
+    """Open the device_links of this rank. All ranks call this together.
 
     Args:
-        meeting: used to agree on whether all wires are open.
+        meeting: used to agree on whether all device_links are open.
         ranks: the rank of each stage.
         channels: the channels of the pipe, in the same order on all ranks.
         devices: the device of each of this rank's stages.
@@ -194,28 +194,28 @@ def open_wires(
     """
     groups, directions = meeting.groups, direct(channels, backends)
     if not directions:
-        return Wires(groups)
-    wires = Wires(groups.again("present"))
+        return DeviceLinks(groups)
+    device_links = DeviceLinks(groups.again("present"))
     with agreement(meeting):
         _expect_few(directions, devices)
-        # All ranks open wires in the same order, so the two ends of the first wire that is not open yet always meet.
+        # All ranks open links in the same order, so the two ends of the first link that is not open yet always meet.
         for tag, source, target in directions:
             leads_away = source in devices
             here, there = (source, target) if leads_away else (target, source)
             if here in devices:
                 mine, other = groups.members[groups.me], groups.members[ranks[there]]
                 try:
-                    group = _communicator_of_two(str(backends[here]), f"wire {tag}", groups, ranks[there])
-                    wires.own(group, ranks[there])
+                    group = _communicator_of_two(str(backends[here]), f"link {tag}", groups, ranks[there])
+                    device_links.own(group, ranks[there])
                     peer = Peer(group, ranks[there], 0, 0, number=int(mine < other))
-                    wires.found[tag] = Wire(peer, devices[here], wires)
-                    wires.found[tag].open(leads_away=leads_away)
+                    device_links.found[tag] = DeviceLink(peer, devices[here], device_links)
+                    device_links.found[tag].open(leads_away=leads_away)
                 except (RuntimeError, UnreachableError) as error:
                     raise RuntimeError(
                         f"rank {mine} cannot reach rank {other} over {backends[here]}, between stages {source} and "
                         f"{target}: {error}; use transport='host' to send through host memory instead"
                     ) from error
-    return wires
+    return device_links
 
 
 def tags(number: int) -> tuple[int, int]:
@@ -236,7 +236,7 @@ def direct(channels: Iterable[ChannelEnds], backends: Sequence[str | None]) -> l
 
 
 def _expect_few(directions: Iterable[ChannelEnds], devices: Mapping[int, torch.device]) -> None:
-    """Raise ValueError if one of ``devices``, by stage, would have more than :data:`MOST` wires."""
+    """Raise ValueError if one of ``devices``, by stage, would have more than :data:`MOST` device_links."""
     counts = Counter(devices[stage] for _, *ends in directions for stage in ends if stage in devices)
     for device, count in counts.items():
         if count > MOST:

@@ -72,7 +72,7 @@ def _given(spec: Mapping[str, Any], kwargs: Mapping[str, Any], root: str) -> dic
     return {name: rule for name, rule in spec.items() if name in kwargs}
 
 
-def cut(value: Checked, device: torch.device, chunks: int, least: int = 1) -> tuple[list[Batch], Versions]:
+def split_batch(value: Checked, device: torch.device, chunks: int, least: int = 1) -> tuple[list[Batch], Versions]:
     """Split ``value`` on ``device`` into micro-batches.
 
     Args:

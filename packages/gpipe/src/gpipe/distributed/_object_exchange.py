@@ -24,7 +24,7 @@ _MOMENT, _SILENCE, _PAUSE = 2.0, 30.0, 0.05  # seconds
 _RESTART = "restart all processes from the last checkpoint"
 
 
-class Rendezvous:
+class ObjectExchange:
     """Each member sends its report to the root, which sends all reports to each member.
 
     A member that cannot reach another one closes its connections. This wakes all members that wait for it, and each
@@ -173,17 +173,17 @@ def _text_of(reports: Sequence[Report], own: Report) -> bytes:
     return pickle.dumps(told)
 
 
-_opened: WeakKeyDictionary[dist.ProcessGroup, Rendezvous] = WeakKeyDictionary()
+_opened: WeakKeyDictionary[dist.ProcessGroup, ObjectExchange] = WeakKeyDictionary()
 
 
-def gathering_of(group: Group | None) -> Rendezvous:
+def gathering_of(group: Group | None) -> ObjectExchange:
     """Return the exchange of ``group``, whose members call this together. It is created in the first call.
 
     By default, the members are all processes, or only this one if there is no process group.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        return Rendezvous(ALONE)
+        return ObjectExchange(ALONE)
     group = expect_group(group)
     if group not in _opened:
-        _opened[group] = Rendezvous(open_groups(group, None))
+        _opened[group] = ObjectExchange(open_groups(group, None))
     return _opened[group]

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gpipe.distributed import Rank, _own
-from gpipe.distributed._wires import MOST
+from gpipe.distributed._device_links import MOST
 
 from ..worlds import World
 
@@ -45,7 +45,7 @@ def test_communicators_use_high_priority_streams(worlds: Any) -> None:
 
 
 def test_more_wires_than_streams_raise(worlds: Any) -> None:
-    """Each of two ranks has an end of all wires."""
+    """Each of two ranks has an end of all links."""
     fits = MOST // 2 + 1
     assert all("is_high_priority_stream" in found for found in worlds(2).run(_error, fits))
     for found in worlds(2).run(_error, fits + 1):

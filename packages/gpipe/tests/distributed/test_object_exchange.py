@@ -80,7 +80,7 @@ def _step_after_an_end(who: int, lazy: str) -> str:
     rank.step(torch.randn(6, 6), loss_fn=Tensor.mean)
     if dist.get_rank() == who:
         os.kill(os.getpid(), signal.SIGKILL)
-    groups = rank._processes._rendezvous.groups
+    groups = rank._processes._exchange.groups
     while who in groups.peers and not groups.is_closed(who):
         threading.Event().wait(0.01)
     with pytest.raises(LostRankError) as caught:

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from .._fsdp import fsdp_modules
 
 
-class LayersThen:
+class ModuleSnapshot:
     """The layers below ``root`` when all forwards have finished.
 
     Stages may share a module, and one of them may add hooks to it while it computes. So this object is created, and

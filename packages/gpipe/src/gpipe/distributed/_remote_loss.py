@@ -13,7 +13,7 @@ from ..engine._losses import Losses
 from ..engine._scale import DeviceScale, Scale
 
 
-class Verdict(NamedTuple):
+class LossSummary(NamedTuple):
     """The results of a mini-batch that all ranks need.
 
     Attributes:
@@ -32,22 +32,22 @@ class Verdict(NamedTuple):
     finding: Any
 
 
-def verdict_of(losses: Losses) -> Verdict:
+def summary_of(losses: Losses) -> LossSummary:
     """Return the results that the rank of the last stage sends to the other ranks."""
     scale = losses.scale
     scale = float(scale.on(torch.device("cpu"))) if isinstance(scale, DeviceScale) else scale
     loss, metrics = losses.loss, map_tensors(lambda each: each.detach().to("cpu", copy=True), losses.metrics)
-    return Verdict(loss.item(), loss.dtype, metrics, scale, losses.is_sum, losses.finding())
+    return LossSummary(loss.item(), loss.dtype, metrics, scale, losses.is_sum, losses.finding())
 
 
-class FarLoss(Losses):
+class RemoteLoss(Losses):
     """Replaces the losses on ranks without the last stage. ``verdict`` is set once all ranks have synchronized.
 
     Args:
         kind: the kind of loss that the model computes.
     """
 
-    verdict: Verdict
+    verdict: LossSummary
     scales = False  # set when a message reports that losses return counts
 
     def __init__(self, kind: Any = None, *, is_whole: bool, replays: bool = False) -> None:

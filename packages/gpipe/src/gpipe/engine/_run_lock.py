@@ -21,36 +21,36 @@ from streams import waiting
 from .._current import current
 from .._forks import fork_lock
 
-Sections = tuple[object, ...]
-"""Sections of pipes, and other things that one thread has at a time: see :func:`holding`."""
+RunLocks = tuple[object, ...]
+"""Run locks of pipes, and other things that one thread has at a time: see :func:`holding`."""
 
 
 class _Inside(threading.local):
-    """The sections that concern this thread.
+    """The run locks that concern this thread.
 
     Attributes:
-        serves: the sections of the runs that wait for this thread.
-        holds: the sections that it has entered, outermost first.
+        serves: the run locks of the runs that wait for this thread.
+        holds: the run locks that it holds, outermost first.
     """
 
-    serves: Sections = ()
-    holds: Sections = ()
+    serves: RunLocks = ()
+    holds: RunLocks = ()
 
 
 _inside = _Inside()
 
 
-def sections_of_thread() -> Sections:
-    """Return the sections that cannot be left before this thread has finished."""
+def locks_of_thread() -> RunLocks:
+    """Return the run locks that cannot be released before this thread has finished."""
     return _inside.serves + _inside.holds
 
 
 @contextmanager
-def serving(sections: Sections) -> Iterator[None]:
-    """Mark this thread as working for a run: entering one of ``sections`` would be a deadlock."""
+def serving(run_locks: RunLocks) -> Iterator[None]:
+    """Mark this thread as working for a run: acquiring one of ``run_locks`` would be a deadlock."""
     before = _inside.serves, _inside.holds
     try:
-        _inside.serves, _inside.holds = sections, ()
+        _inside.serves, _inside.holds = run_locks, ()
         yield
     finally:
         _inside.serves, _inside.holds = before
@@ -78,12 +78,12 @@ def holding(thing: object, lock: AbstractContextManager[object]) -> Iterator[Non
 
 @contextmanager
 def waiting_for(wanted: object) -> Iterator[None]:
-    """Record that this thread waits for ``wanted``, a section or the like.
+    """Record that this thread waits for ``wanted``, a run lock or the like.
 
     Raises:
         RuntimeError: the thread that has ``wanted`` waits for this thread, perhaps indirectly.
     """
-    mine = sections_of_thread()
+    mine = locks_of_thread()
     if not mine:  # no thread can be waiting for this one
         yield
         return
@@ -97,7 +97,7 @@ def waiting_for(wanted: object) -> Iterator[None]:
 
 
 def _expect_no_cycle(wanted: object, mine: set[object]) -> None:
-    # A run ends after all its threads, so its section is held as long as one of them waits for a section.
+    # A run ends after all its threads, so its run lock is held as long as one of them waits for a run lock.
     reached, waits = {wanted}, [*_waits.copy().values()]
     while True:
         further = {other for held, other in waits if not reached.isdisjoint(held)} - reached
@@ -112,7 +112,7 @@ def _expect_no_cycle(wanted: object, mine: set[object]) -> None:
         )
 
 
-class Section:
+class RunLock:
     """A reentrant lock that raises an error instead of a deadlock."""
 
     def __init__(self) -> None:
@@ -148,14 +148,14 @@ class Section:
                 _claimed.pop(self, None)
 
     def claim(self, parameters: Sequence[Tensor]) -> None:
-        """Claim the gradients that this thread will accumulate inside the section.
+        """Claim the gradients that this thread will accumulate while it holds the lock.
 
         Raises:
             RuntimeError: another thread is accumulating gradients of one of ``parameters`` in another pipe.
         """
         with _claims:
             # Pipes around this one wait for this thread, and accumulate nothing until then.
-            known = (self, *sections_of_thread())
+            known = (self, *locks_of_thread())
             # copy() is atomic. Other threads leave without the lock, because an interrupt could hit them while waiting.
             others = [theirs for other, theirs in _claimed.copy().items() if other not in known] if _claimed else []
             # Usually no other pipe is training, and then this costs nothing.
@@ -183,8 +183,8 @@ class Section:
 
 _claims = fork_lock()
 _waits: dict[int, tuple[tuple[object, ...], object]] = {}
-"""The sections held and wanted by each waiting thread. A forked child has none of these threads."""
+"""The run locks held and wanted by each waiting thread. A forked child has none of these threads."""
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_waits.clear)
-_claimed: dict[Section, Sequence[Tensor]] = {}
-"""The parameters whose gradients are being accumulated, by the section of the accumulating thread."""
+_claimed: dict[RunLock, Sequence[Tensor]] = {}
+"""The parameters whose gradients are being accumulated, by the run lock of the accumulating thread."""

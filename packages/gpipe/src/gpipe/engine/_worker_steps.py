@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from ..schedule import Choice, Schedule, Walk, fill_drain, halves, named, validate
+from ..schedule import Choice, Schedule, WorkerSteps, fill_drain, named, split_forward_backward, validate
 from ..schedule._loads import expect_loaded, with_loads
 from ..schedule._named import BREADTH_FIRST
 from ..schedule._offloads import expect_prefetched, with_offloads
@@ -33,7 +33,7 @@ class Size(NamedTuple):
         return self.microbatches, self.placement, self.checkpoint_stops
 
 
-def walk_of(schedule: Schedule | Choice, size: Size, *, has_loss: bool = False) -> Walk:
+def worker_steps(schedule: Schedule | Choice, size: Size, *, has_loss: bool = False) -> WorkerSteps:
     """Return the steps of each worker under ``schedule``, which is custom or a choice of a named one.
 
     They include the loss of the full mini-batch if ``has_loss``.
@@ -55,31 +55,31 @@ def waits(schedule: Schedule | str, size: Size) -> bool:
 
 
 @lru_cache(maxsize=16)
-def _own(schedule: Schedule, size: Size, has_loss: bool) -> Walk:
+def _own(schedule: Schedule, size: Size, has_loss: bool) -> WorkerSteps:
     validate(schedule, size.microbatches, size.placement)
     whole = schedule.with_loss() if has_loss else schedule
-    walk = _moving(whole.recomputing(size.checkpoint_stops).on(size.placement), size)
-    expect_loaded(walk, size.offloaded)
-    expect_prefetched(walk, size.offloading)
-    return walk
+    worker_steps = _moving(whole.recomputing(size.checkpoint_stops).on(size.placement), size)
+    expect_loaded(worker_steps, size.offloaded)
+    expect_prefetched(worker_steps, size.offloading)
+    return worker_steps
 
 
 @lru_cache(maxsize=64)
-def _named(name: str, split: tuple[int, ...], size: Size, has_loss: bool) -> Walk:
+def _named(name: str, split: tuple[int, ...], size: Size, has_loss: bool) -> WorkerSteps:
     whole = named(name, *size.order, split)
     return _moving((whole.with_loss() if has_loss else whole).on(size.placement), size)
 
 
 @lru_cache(maxsize=64)
-def forwards(size: Size, *, has_loss: bool = False) -> Walk:
+def forwards(size: Size, *, has_loss: bool = False) -> WorkerSteps:
     """Return all forwards, followed by the loss of the full mini-batch if ``has_loss``."""
-    alone = halves(_fill_drain(size))[0]
+    alone = split_forward_backward(_fill_drain(size))[0]
     return _moving((alone.with_loss() if has_loss else alone).on(size.placement), size)
 
 
 @lru_cache(maxsize=64)
-def backwards(size: Size) -> Walk:
-    return _moving(halves(_fill_drain(size))[1].on(size.placement), size)
+def backwards(size: Size) -> WorkerSteps:
+    return _moving(split_forward_backward(_fill_drain(size))[1].on(size.placement), size)
 
 
 def _fill_drain(size: Size) -> Schedule:
@@ -89,7 +89,7 @@ def _fill_drain(size: Size) -> Schedule:
     return fill_drain(size.microbatches, len(size.placement), size.checkpoint_stops)
 
 
-def _moving(walk: Walk, size: Size) -> Walk:
+def _moving(worker_steps: WorkerSteps, size: Size) -> WorkerSteps:
     """Add the transfers from and to the host."""
-    walk = with_loads(walk, size.offloaded) if size.offloaded else walk
-    return with_offloads(walk, size.offloading) if size.offloading else walk
+    worker_steps = with_loads(worker_steps, size.offloaded) if size.offloaded else worker_steps
+    return with_offloads(worker_steps, size.offloading) if size.offloading else worker_steps

@@ -8,16 +8,16 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ..engine._pipeline import Pipeline
-from ..engine._walks import Size
+from ..engine._worker_steps import Size
 from ..schedule import checkpoint_stops
 from ..schedule._modes import offloading_stages
 from ._modes import Modes
 from ._names import divide_names, tree_of
 
-Pipe = TypeVar("Pipe", bound="Divided")
+Pipe = TypeVar("Pipe", bound="PartitionedModule")
 
 
-class Divided(nn.Module):
+class PartitionedModule(nn.Module):
     """Hold the layers of a pipe."""
 
     _balance: list[int]

@@ -14,7 +14,7 @@ from packages.streams.tests.fakes import in_child
 from torch import Tensor, nn
 
 from gpipe import GPipe
-from gpipe.engine._exclusive import Section
+from gpipe.engine._run_lock import RunLock
 
 from ..layers import (
     ALL_ROWS,
@@ -154,8 +154,8 @@ def test_threads_may_enter_and_leave_different_pipes() -> None:
     """One of them is being compared with a third pipe."""
     entered, leave, left = threading.Event(), threading.Event(), threading.Event()
 
-    class Third(Section):
-        __hash__ = Section.__hash__
+    class Third(RunLock):
+        __hash__ = RunLock.__hash__
 
         def __eq__(self, other: object) -> bool:
             if entered.is_set():
@@ -163,19 +163,19 @@ def test_threads_may_enter_and_leave_different_pipes() -> None:
                 assert left.wait(300)
             return self is other
 
-    def work(section: Section, inside: Callable[[], Any]) -> None:
-        with section.entered():
-            section.claim([torch.zeros(1)])
+    def work(run_lock: RunLock, inside: Callable[[], Any]) -> None:
+        with run_lock.entered():
+            run_lock.claim([torch.zeros(1)])
             inside()
 
     def enter_and_leave() -> None:
-        work(Section(), lambda: (entered.set(), leave.wait(300)))
+        work(RunLock(), lambda: (entered.set(), leave.wait(300)))
         left.set()
 
     def others() -> None:
         leaving = started(enter_and_leave)
         assert entered.wait(300)
-        started(lambda: work(Section(), lambda: None)).result(300)
+        started(lambda: work(RunLock(), lambda: None)).result(300)
         leaving.result(300)
 
     work(Third(), others)

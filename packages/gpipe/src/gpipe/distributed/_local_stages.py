@@ -22,7 +22,7 @@ TRANSPORTS = ("auto", "host")
 _OF_HOSTS = frozenset({"gloo", "mpi", "fake"})
 
 
-class Share(NamedTuple):
+class LocalStages(NamedTuple):
     """The stages of a rank, and the tensors that it shares with other ranks.
 
     Attributes:
@@ -53,7 +53,7 @@ class Share(NamedTuple):
         return {"trained": trained, "backends": backends}
 
 
-def own_share(
+def local_stages(
     every: Sequence[nn.Module],
     ranks: Sequence[int],
     me: int,
@@ -62,7 +62,7 @@ def own_share(
     norm_chunks: int = 0,
     *,
     offload: bool = False,
-) -> Share:
+) -> LocalStages:
     """Move the partitions of rank ``me`` to their devices. If an error is raised, no layer has moved.
 
     Args:
@@ -84,7 +84,7 @@ def own_share(
         if initializer is not None and not isinstance(initializer, Loaded):
             torch.manual_seed(next_seed() + me)
         place_partitions(layers, list(own), places, initializer, norm_chunks, offload=offload)
-    return Share(list(every), numbers, own, places, tied, ties)
+    return LocalStages(list(every), numbers, own, places, tied, ties)
 
 
 def _places(device: Any, count: int) -> list[torch.device]:
