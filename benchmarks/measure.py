@@ -87,7 +87,7 @@ _STATUS = Path("/proc/self/status")
 
 def stamp(arguments: list[str]) -> str:
     """One line that says where, when, with what, and how to measure again."""
-    where = f"{processor()}, {_cores()} cores, {platform.system()}"
+    where = f"{processor()}, {_cores()} cores with {core_speed():.0f} GFLOP/s each, {platform.system()}"
     other = other_torch()
     session = "bench" if other is None else f"'bench-torch({other})'"
     command = " ".join(["python -m nox -s", session, "--", *arguments])
@@ -105,6 +105,24 @@ def processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     name = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
     return name[1].strip() if name else platform.processor() or platform.machine()
+
+
+def core_speed() -> float:
+    """Return the GFLOP/s of a matrix product in float32 on one core.
+
+    Virtual machines often have the same name for processors that differ by a factor of two.
+    """
+    threads, matrix = torch.get_num_threads(), torch.randn(512, 512)
+    torch.set_num_threads(1)
+    try:
+        seconds = []
+        for _ in range(20):
+            begin = time.perf_counter()
+            matrix @ matrix
+            seconds.append(time.perf_counter() - begin)
+    finally:
+        torch.set_num_threads(threads)
+    return 2 * 512**3 / min(seconds) / 1e9
 
 
 def allocator() -> str:

@@ -18,7 +18,7 @@ from ..model._far_run import numbered_pairs
 from ..model._parts import common_of, emptied, others_of, parts_of, tree_of
 from ..model._pick import picker
 from ..model._pipeline import ModelPipeline
-from ..model._stage import ModelStage, DividedModel
+from ..model._stage import DividedModel, ModelStage
 from ..model._stepping import ModelStepping, expect_own_forward
 from ..module._devices import expect_same_device, identities_kept, untouched_on_failure
 from ..module._frequencies import expect_sums
