@@ -17,7 +17,7 @@ import gpipe
 from gpipe.distributed import Rank, RemoteError
 from microbatch import flatten
 
-from ..layers import DOUBLE, MODES
+from ..layers import DOUBLE, MODES, Row
 from ..model.forwards import Statement, Told, models
 from ..model.test_loss_of_model import PICTURES, Pictures, with_pictures
 from ..model.test_loss_of_model import tokens as tokens_loss
@@ -36,6 +36,12 @@ REFUSALS = (
     "which shows the order",
 )
 """Parts of the errors for models that a pipe supports in one process, but not on ranks."""
+CONVERSIONS = {
+    "to its device": lambda module: module.to("cpu"),
+    "to a dtype": lambda module: module.to(torch.bfloat16),
+    "to both": lambda module: module.to("cpu", torch.float64),
+    "double": lambda module: module.double(),
+}
 
 
 @dataclass(frozen=True)
@@ -207,6 +213,44 @@ class Sealed(nn.Module):
         for block in self.blocks:
             block[1].eval()
         return self
+
+
+@pytest.mark.parametrize("make", CONVERSIONS)
+def test_rank_converts_like_a_module(worlds, make: str) -> None:
+    worlds(2).run(_expect_converted, make)
+
+
+def _expect_converted(make: str) -> None:
+    """Blocks of other ranks stay on meta, with the same dtype, which the model may read from any parameter."""
+    model = _rows_of_linear()
+    plain = CONVERSIONS[make](copy.deepcopy(model))
+    rank = Rank(model, blocks=["layers.0", "layers.1"], chunks=2)
+    assert CONVERSIONS[make](rank) is rank
+    every = [*rank._whole_model.parameters(), *rank._whole_model.buffers()]
+    assert {tensor.dtype for tensor in every} == {tensor.dtype for tensor in plain.parameters()}
+    assert {str(tensor.device) for tensor in every} == {"cpu", "meta"}
+    assert not any(tensor.is_meta for tensor in rank.parameters())
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).to(next(rank.parameters()).dtype)
+    plain(x).float().square().mean().backward()
+    rank.step(x, loss_fn=lambda y: y.float().square().mean(), reduction="mean")
+    for name, parameter in rank.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+
+
+def _rows_of_linear() -> nn.Module:
+    torch.manual_seed(0)
+    return Row(nn.Linear(6, 6), nn.Linear(6, 6))
+
+
+def test_rank_denies_moves_to_other_devices(worlds) -> None:
+    worlds(2).run(_expect_denied)
+
+
+def _expect_denied() -> None:
+    rank = Rank(_rows_of_linear(), blocks=["layers.0", "layers.1"], chunks=2)
+    with pytest.raises(TypeError, match="denied to move parameters and buffers"):
+        rank.to("meta")
+    assert not any(tensor.is_meta for tensor in rank.parameters())
 
 
 def test_custom_train_of_the_model_is_called(worlds) -> None:

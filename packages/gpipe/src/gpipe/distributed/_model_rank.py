@@ -85,8 +85,13 @@ class ModelRank(ModelStepping, Rank, of_models=True):
 
     def _apply(self, fn: Any, recurse: bool = True) -> ModelRank:
         expect_same_device(fn, (*self.parameters(), *self.buffers()))
+
+        def convert(tensor: Tensor) -> Tensor:
+            # Blocks of other ranks stay on meta, but have the same dtype, which the model may read from them.
+            return fn(tensor) if not tensor.is_meta else tensor.to(fn(torch.empty(0, dtype=tensor.dtype)).dtype)
+
         with identities_kept(self._whole_model):
-            self._whole_model._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            self._whole_model._apply(convert, recurse)  # type: ignore[no-untyped-call]
         self._pin()
         return self
 
