@@ -7,7 +7,9 @@ python -m tests.pages PAGE.md   # run that page
 import ast
 import contextlib
 import io
+import os
 import re
+import subprocess
 import sys
 from itertools import takewhile
 from pathlib import Path
@@ -23,9 +25,9 @@ def pages(*, frameworks: bool) -> list[Path]:
     return [page for page in _pages() if imports_frameworks(page) == frameworks and not processes(page)]
 
 
-def pages_of_processes() -> list[Path]:
-    """The pages whose programs are for several processes."""
-    return [page for page in _pages() if processes(page)]
+def pages_of_processes(*, frameworks: bool) -> list[Path]:
+    """Return the pages whose programs are for several processes, with or without imports of frameworks."""
+    return [page for page in _pages() if imports_frameworks(page) == frameworks and processes(page)]
 
 
 def processes(page: Path) -> int:
@@ -75,6 +77,18 @@ def promises(block: str) -> list[str]:
     below = [takewhile(lambda line: line.startswith("#"), lines[node.end_lineno :]) for node in prints]
     comments = ["\n".join(line.removeprefix("# ") for line in found) for found in below]
     return [comment for comment in comments if not comment.startswith("such as")]
+
+
+def run_in_processes(page: Path, folder: Path) -> None:
+    """Run a page with the command that it shows."""
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes(page))]
+    paths = os.pathsep.join([str(ROOT), *sys.path])
+    subprocess.run(
+        [sys.executable, *start, "-m", "tests.pages", str(page)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        check=True,
+    )
 
 
 def write(folder: Path) -> None:

@@ -3,9 +3,6 @@
 The pages about frameworks run with the tests of the frameworks.
 """
 
-import os
-import subprocess
-import sys
 from itertools import chain
 from pathlib import Path
 
@@ -14,7 +11,7 @@ import pytest
 from blockpartition.__main__ import main
 from gpipe._plan import _measure
 
-from .pages import ROOT, blocks, pages, pages_of_processes, processes, promises, run
+from .pages import ROOT, blocks, pages, pages_of_processes, promises, run, run_in_processes
 
 
 @pytest.mark.parametrize("page", pages(frameworks=False), ids=lambda page: str(page.relative_to(ROOT)))
@@ -39,13 +36,6 @@ def test_the_readme_shows_what_the_command_prints(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("page", pages_of_processes(), ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", pages_of_processes(frameworks=False), ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_for_several_processes_runs_as_printed(page: Path, tmp_path: Path) -> None:
-    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes(page))]
-    paths = os.pathsep.join([str(ROOT), *sys.path])
-    subprocess.run(
-        [sys.executable, *start, "-m", "tests.pages", str(page)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        check=True,
-    )
+    run_in_processes(page, tmp_path)

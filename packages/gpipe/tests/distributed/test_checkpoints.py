@@ -343,7 +343,7 @@ def lose_while_saving(who: int, path: str, phase: str) -> str:
             "commit": (Path, "rename"),
             "after": (shutil, "rmtree"),
         }[phase]
-        calls = {"between": 1 if who == 0 else 2, "commit": 2, "after": 3}.get(phase, 1)
+        calls = {"between": 1 if who == 0 else 2, "commit": 2, "after": 2}.get(phase, 1)
         die = partial(os.kill, os.getpid(), signal.SIGKILL)
         setattr(owner, name, _at_call(calls, count(1), die, getattr(owner, name)))
     for _ in range(2):

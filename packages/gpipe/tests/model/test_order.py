@@ -1,10 +1,12 @@
 """A forward on meta tensors determines the order in which a model uses its modules."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import assume, given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gpipe import GPipe
@@ -120,3 +122,54 @@ def test_a_model_without_data_has_an_order_too(device: str) -> None:
         model = Backwards()
     found = order_of(model, divide(model, 1).blocks, Inputs.of(torch.arange(4)))
     assert found.blocks == ["first.0", "first.1", "second.0", "second.1"]
+
+
+class Prepared(nn.Module):
+    """Registers hooks, layers and buffers in its first forward, and remembers that it did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.table: dict[int, Tensor] = {}
+        self.outputs: list[Tensor] = []
+        self.is_ready = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_ready:
+            self.is_ready = True
+            for block in self.blocks:
+                block.register_forward_hook(lambda module, args, output: output * 2)
+            self.register_forward_pre_hook(lambda module, args: None)
+            self.register_buffer("scale", torch.full((4,), 3.0, dtype=x.dtype))
+            self.activation = nn.Tanh()
+        self.table.setdefault(len(x), x + 1)
+        for block in self.blocks:
+            x = block(x)
+        self.outputs.append(x.detach())
+        return self.activation(x * self.scale)
+
+
+@given(st.integers(2, 4), st.booleans())
+def test_first_forward_is_left_to_the_pipe(chunks: int, ran: bool) -> None:
+    """The dry run on ``meta`` leaves no hooks, layers or values in the model."""
+    model = Prepared().double()
+    x = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    plain = copy.deepcopy(model)
+    expected = plain(x)
+    if ran:
+        model(x)
+    before = _content(model)
+    found = order_of(model, divide(model, 1).blocks, Inputs.of(x))
+    assert found.blocks == [f"blocks.{k}" for k in range(4)]
+    assert _content(model) == before
+    pipe = GPipe(model, devices=["cpu"] * 2, chunks=chunks, sample=x[:2])
+    torch.testing.assert_close(pipe(x), expected)
+    assert not any(tensor.is_meta for tensor in (*model.outputs, *model.table.values(), *model.buffers()))
+
+
+def _content(model: nn.Module) -> list[dict[str, Any]]:
+    """Return the attributes of all modules, with copies of their dicts and lists."""
+    return [
+        {name: type(value)(value) if isinstance(value, dict | list) else value for name, value in vars(each).items()}
+        for each in model.modules()
+    ]

@@ -23,6 +23,7 @@ from ..model._stepping import ModelStepping, expect_own_forward
 from ..module._devices import expect_same_device, identities_kept, untouched_on_failure
 from ..module._frequencies import expect_sums
 from ..module._keywords import NOTHING, Call, called_with, given_to
+from ..module._signature import class_for
 from ..module._step import Asked, Prepared
 from ..module._transforms import refuse_transforms
 from ..schedule import Schedule
@@ -42,6 +43,8 @@ class ModelRank(ModelStepping, Rank, of_models=True):
     """The :class:`Rank` of a model other than an ``nn.Sequential``.
 
     The forward of the model runs on each rank, once per micro-batch. Blocks of other ranks return tensors on ``meta``.
+    Values that are attributes of the model, such as ``rank.config``, are attributes of the rank. Methods of the model
+    are not, since they would compute with all its blocks.
     """
 
     _common: dict[str, nn.Module]
@@ -50,6 +53,18 @@ class ModelRank(ModelStepping, Rank, of_models=True):
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         with untouched_on_failure(module):
             super().__init__(module, *args, **kwargs)
+        object.__setattr__(self, "__class__", class_for(type(self), ModelRank.forward, self._whole_model))
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a parameter, buffer or layer of this rank, or a value that is an attribute of the model."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            missing = object()
+            found = getattr(vars(self).get("_model"), name, missing)
+            if found is missing or callable(found) or isinstance(found, Tensor):
+                raise
+            return found
 
     @defer_signals()
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -66,12 +67,20 @@ def give_back(copies: Iterable[tuple[Held, Held]]) -> None:
 
 @contextmanager
 def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restore the attributes and buffers of ``modules`` afterwards."""
-    copies = copies_of(held for module in modules for held in (vars(module), module._buffers))
+    """Restore the attributes of ``modules`` afterwards: their buffers, hooks, dicts and lists.
+
+    For example, transformers' models register hooks in the first forward that needs them, and remember that they did.
+    """
+    held = [vars(module) for module in modules]
+    values = [value for attributes in held for value in attributes.values()]
+    copies = copies_of([*held, *(value for value in values if type(value) in (dict, OrderedDict))])
+    lists = [(value, [*value]) for value in values if type(value) is list]
     try:
         yield
     finally:
         give_back(copies)
+        for value, before in lists:
+            value[:] = before
 
 
 class AfterBlocks:
