@@ -255,6 +255,14 @@ class Configured(Row):
     def dtype(self) -> torch.dtype:
         return next(self.parameters()).dtype
 
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def smallest(self) -> float:
+        return min(parameter.min().item() for parameter in self.parameters())
+
     def save(self) -> None:
         raise AssertionError
 
@@ -272,9 +280,10 @@ def _expect_values() -> None:
     rank = Rank(model, blocks=["layers.0", "layers.1"], chunks=2)
     assert rank.config is model.config
     assert rank.dtype == torch.float32
+    assert rank.device == torch.device("cpu")  # even if the first parameter is of another rank
     assert [*inspect.signature(type(rank).forward).parameters] == ["self", "x", "labels"]
     assert rank.layers is not model.layers  # the rank's own layers
-    for name in ("save", "table", "unknown"):
+    for name in ("save", "table", "unknown", "smallest"):
         with pytest.raises(AttributeError, match=f"has no attribute '{name}'"):
             getattr(rank, name)
 

@@ -1,6 +1,9 @@
 """A forward on meta tensors determines the order in which a model uses its modules."""
 
 import copy
+from collections import defaultdict
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -124,52 +127,86 @@ def test_a_model_without_data_has_an_order_too(device: str) -> None:
     assert found.blocks == ["first.0", "first.1", "second.0", "second.1"]
 
 
+STATES: dict[str, Callable[[], Any]] = {
+    "dict": dict,
+    "defaultdict": lambda: defaultdict(bool),
+    "nested": lambda: {"state": {}},
+    "list": list,
+    "set": set,
+    "object": SimpleNamespace,
+}
+
+
+def _is_first(state: Any) -> bool:
+    """Return whether this is the first call with ``state``, which remembers it."""
+    if isinstance(state, set | list):
+        found = 0 in state
+        state.add(0) if isinstance(state, set) else state.append(0)
+    else:
+        values = vars(state) if isinstance(state, SimpleNamespace) else state.get("state", state)
+        found = values.get("is_ready", False)
+        values["is_ready"] = True
+    return not found
+
+
 class Prepared(nn.Module):
     """Registers hooks, layers and buffers in its first forward, and remembers that it did."""
 
-    def __init__(self) -> None:
+    def __init__(self, state: Any) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
         self.table: dict[int, Tensor] = {}
-        self.outputs: list[Tensor] = []
-        self.is_ready = False
+        self.state, self.tables = state, {"nested": dict[int, Tensor]()}
+        self.once = self.register_forward_pre_hook(self._begin)
+        self.register_forward_pre_hook(lambda module, args: (args[0] * module.factor,))
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        self.factor = 2.0
+        self.once.remove()
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.is_ready:
-            self.is_ready = True
+        if _is_first(self.state):
             for block in self.blocks:
                 block.register_forward_hook(lambda module, args, output: output * 2)
-            self.register_forward_pre_hook(lambda module, args: None)
+                block.weight.register_hook(lambda gradient: gradient * 3)
             self.register_buffer("scale", torch.full((4,), 3.0, dtype=x.dtype))
             self.activation = nn.Tanh()
-        self.table.setdefault(len(x), x + 1)
         for block in self.blocks:
             x = block(x)
-        self.outputs.append(x.detach())
-        return self.activation(x * self.scale)
+            # A table that depends on values of blocks must not stay on meta.
+            self.table.setdefault(1, torch.ones_like(x[:1]))
+            self.tables["nested"].setdefault(1, torch.ones_like(x[:1]))
+        return self.activation(x * self.scale * self.table[1] * self.tables["nested"][1])
 
 
-@given(st.integers(2, 4), st.booleans())
-def test_first_forward_is_left_to_the_pipe(chunks: int, ran: bool) -> None:
-    """The dry run on ``meta`` leaves no hooks, layers or values in the model."""
-    model = Prepared().double()
+@given(st.sampled_from([*STATES]), st.integers(1, 4), st.booleans())
+def test_first_forward_is_left_to_the_pipe(kind: str, chunks: int, ran: bool) -> None:
+    """The dry run on ``meta`` leaves no hooks, layers or values in the model, wherever that remembers its first run."""
     x = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    plain = copy.deepcopy(model)
+    model, plain = (Prepared(STATES[kind]()).double() for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    for each in (model, plain) if ran else ():
+        each(x)
     expected = plain(x)
-    if ran:
-        model(x)
+    expected.sum().backward()
     before = _content(model)
     found = order_of(model, divide(model, 1).blocks, Inputs.of(x))
     assert found.blocks == [f"blocks.{k}" for k in range(4)]
     assert _content(model) == before
     pipe = GPipe(model, devices=["cpu"] * 2, chunks=chunks, sample=x[:2])
-    torch.testing.assert_close(pipe(x), expected)
-    assert not any(tensor.is_meta for tensor in (*model.outputs, *model.table.values(), *model.buffers()))
+    output = pipe(x)
+    torch.testing.assert_close(output, expected)
+    output.sum().backward()
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
 
 
 def _content(model: nn.Module) -> list[dict[str, Any]]:
     """Return the attributes of all modules, with copies of their dicts and lists."""
     return [
-        {name: type(value)(value) if isinstance(value, dict | list) else value for name, value in vars(each).items()}
+        {
+            name: copy.copy(value) if isinstance(value, dict | list | set) else value
+            for name, value in vars(each).items()
+        }
         for each in model.modules()
     ]

@@ -59,12 +59,15 @@ class ModelRank(ModelStepping, Rank, of_models=True):
         """Return a parameter, buffer or layer of this rank, or a value that is an attribute of the model."""
         try:
             return super().__getattr__(name)
-        except AttributeError:
-            missing = object()
-            found = getattr(vars(self).get("_model"), name, missing)
-            if found is missing or callable(found) or isinstance(found, Tensor):
+        except AttributeError as error:
+            try:
+                found = getattr(vars(self).get("_model"), name)
+            except Exception:  # the attribute is missing, or computed from blocks of other ranks
+                raise error from None
+            if callable(found) or isinstance(found, Tensor):
                 raise
-            return found
+            # Models read their device from their first parameter, which may be of another rank.
+            return self._devices[0] if found == torch.device("meta") else found
 
     @defer_signals()
     def forward(self, *args: Any, **kwargs: Any) -> Any:

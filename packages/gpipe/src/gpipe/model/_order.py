@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+
+from profiler.sandbox import tensors_of
 
 from .._torch import is_intercepting, set_intercepting
 from ..checkpoint._random import interception
@@ -28,9 +31,36 @@ from ._tree import changed
 def order_of(model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Inputs) -> Order:
     """Return the order in which ``model`` uses its ``blocks`` for ``inputs``. The model is not changed.
 
+    A copy runs, with the same memory: its forward may register hooks, cache tensors, and remember that it did. Only if
+    the model cannot be copied, it runs itself.
+
     Raises:
         RuntimeError: the forward needs values that blocks compute.
     """
+    copied = _copied(model)
+    of_copy = dict(copied.named_modules())
+    named = [(name, module, of_copy[name]) for name, module in model.named_modules()]
+    copies = {module: each for _, module, each in named}
+    found = _order_in(copied, {name: copies[block] for name, block in blocks.items()}, inputs)
+    if not found.blocks:  # the forward is a function that calls modules of the model itself
+        return _order_in(model, blocks, inputs)
+    originals = {each: module for _, module, each in named}
+    return Order(found.blocks, {originals[module]: block for module, block in found.after.items()})
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """Return a copy of ``model`` that shares the memory of its tensors; the model, if an attribute cannot be copied."""
+    shared: dict[int, Any] = {id(tensor): tensor for tensor in tensors_of(model)}
+    # Hooks on parameters belong to the copy as well. Subclasses have their own ways to share memory.
+    plain = (parameter for parameter in model.parameters() if type(parameter) is nn.Parameter)
+    shared |= {id(each): nn.Parameter(each.detach(), each.requires_grad) for each in plain}
+    try:
+        return copy.deepcopy(model, shared)
+    except Exception:
+        return model
+
+
+def _order_in(model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Inputs) -> Order:
     args, kwargs = changed(inputs.args, Tensor.detach), changed(inputs.kwargs, Tensor.detach)
     rehearsal = Rehearsal(model, blocks)
     with torch.no_grad(), _unchanged(model, blocks), without_cache(model), rehearsal.watching():
