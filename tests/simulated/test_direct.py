@@ -27,7 +27,7 @@ from .faults import Fault, planted
 from .models import MODES, balance, model, reduction_of, rows, some_of, squares, whole_squares
 from .test_tied import model as tied
 
-WIRES, COPY = "gpipe.distributed._device_links", "gpipe.transport._copy"
+DEVICE_LINKS, COPY = "gpipe.distributed._device_links", "gpipe.transport._copy"
 
 worlds = pytest.fixture(scope="module")(of_each_size)
 
@@ -175,7 +175,9 @@ def _expect_tied(ranks: Ranks, schedule: str, **options: Any) -> int:
     return len(communicators.opened) - before
 
 
-EARLY = Fault("a step ends before all has come over the wires", WIRES, "wait_event(CPUStream, self._last)", "pass")
+EARLY = Fault(
+    "a step ends before all has come over the links", DEVICE_LINKS, "wait_event(CPUStream, self._last)", "pass"
+)
 
 
 @pytest.mark.parametrize("fault", [None, EARLY], ids=str)
@@ -190,10 +192,10 @@ def _ready_after_a_step(fault: Fault | None) -> list[bool]:
     rank.step(rows(), loss_fn=squares, reduction="sum")
     settle = DeviceLinks.settle
 
-    def watched(wires: DeviceLinks) -> None:
-        ready = [wire._last for wire in wires.found.values() if wire._last is not None]
+    def watched(device_links: DeviceLinks) -> None:
+        ready = [device_link._last for device_link in device_links.found.values() if device_link._last is not None]
         seen.append(all(event.query() for event in ready))
-        settle(wires)
+        settle(device_links)
         seen.append(all(event.query() for event in ready))
 
     with pytest.MonkeyPatch.context() as patch:
@@ -203,7 +205,7 @@ def _ready_after_a_step(fault: Fault | None) -> list[bool]:
     return seen
 
 
-ELSEWHERE = Fault("a wire opens on the current device", WIRES,
+ELSEWHERE = Fault("a link opens on the current device", DEVICE_LINKS,
                   "device=self._device)])", "device=self._device.type).to(self._device)])")  # fmt: skip
 
 
@@ -229,19 +231,19 @@ def _contexts(fault: Fault | None) -> list[set[int]]:
 SENT, RECEIVED = [
     Fault(
         name,
-        WIRES,
+        DEVICE_LINKS,
         f"        with use_stream(self._stream):\n            {what}",
         f"        if True:\n            {what}",
     )
     for name, what in [
-        ("a wire sends on the stream of its stage", "parts"),
-        ("what comes over a wire is allocated on the stream that reads it", "tensors"),
+        ("a link sends on the stream of its stage", "parts"),
+        ("what comes over a link is allocated on the stream that reads it", "tensors"),
     ]
 ]
 
 
 @pytest.mark.parametrize(("fault", "waits"), [(None, [False] * 2), (SENT, [True, False]), (RECEIVED, [False, True])])
-def test_stage_and_wires_run_concurrently(worlds, fault: Fault | None, waits: list[bool]):
+def test_stage_and_device_links_run_concurrently(worlds, fault: Fault | None, waits: list[bool]):
     """A stage does not wait for its sends to finish, and receiving does not wait for the stage's computation."""
     assert worlds(2).run(_waits, fault) == waits
 
@@ -251,18 +253,18 @@ def _waits(fault: Fault | None) -> bool:
     ranks, seen = PLACEMENTS["two ranks"], []
     accelerator.found()
     rank = ranks.rank(model())
-    assert all(stream.query() for group in communicators.opened for stream in group.streams.values()), "wires not open"
+    assert all(stream.query() for group in communicators.opened for stream in group.streams.values()), "links not open"
     rank.step(rows(), loss_fn=squares, reduction="sum")
     accelerator.found()
     name = ("send", "receive")[dist.get_rank()]
     with nullcontext() if fault is None else planted(fault):
         transfer = getattr(DeviceLink, name)
 
-        def watched(wire: DeviceLink, *given: Any) -> Any:
+        def watched(device_link: DeviceLink, *given: Any) -> Any:
             computes = torch.accelerator.current_stream()
             computed = torch.ones(1, device=computes.device)
             event = computes.record_event()
-            result = transfer(wire, *given)
+            result = transfer(device_link, *given)
             groups = [stream for group in communicators.opened for stream in group.streams.values()]
             for stream in [computes] if name == "send" else groups:
                 stream.synchronize()
@@ -328,21 +330,21 @@ def with_each_stage(plain: nn.Sequential, stages: int, layer: type[nn.Module]) -
 
 # fmt: off
 FAULTS: list[tuple[Fault, str]] = [
-    (Fault("a wire does not wait for what computes what it sends", WIRES,
+    (Fault("a link does not wait for what computes what it sends", DEVICE_LINKS,
            "wait_stream(self._stream, current_stream(self._device))",
            "pass"), "READ by copy D2H on .* not ordered after"),
-    (Fault("a wire does not wait for its transfers", WIRES,
+    (Fault("a link does not wait for its transfers", DEVICE_LINKS,
            "self._peer.wait(work)  # makes the current stream wait, not the thread", "pass"), "wrong numbers"),
-    (Fault("what is sent is not recorded with its wire", WIRES,
+    (Fault("what is sent is not recorded with its link", DEVICE_LINKS,
            "recorded(part, self._stream)",
            "pass"), "FREE of memory of .* not ordered after copy D2H .*no record_stream"),
-    (Fault("a wire keeps what it has sent", WIRES,
+    (Fault("a link keeps what it has sent", DEVICE_LINKS,
            "self._transfer([self._peer.send(part) for part in parts])",
            "[self._peer.send(part) for part in parts]"), "bytes more"),
-    (Fault("the event of what comes is recorded where it does not come", WIRES,
+    (Fault("the event of what comes is recorded where it does not come", DEVICE_LINKS,
            "record_event(self._stream)",
            "record_event(current_stream(self._device))"), "READ by .* not ordered after copy H2D"),
-    (Fault("the wait for what comes is left out", WIRES,
+    (Fault("the wait for what comes is left out", DEVICE_LINKS,
            "arrived([*tensors], self._last, current_stream(self._device))",
            "pass"), "READ by .* not ordered after copy H2D"),
     (Fault("a stage does not wait for what comes", COPY,

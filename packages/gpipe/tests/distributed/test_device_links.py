@@ -44,7 +44,7 @@ def test_communicators_use_high_priority_streams(worlds: Any) -> None:
         assert "use transport='host'" in found
 
 
-def test_more_wires_than_streams_raise(worlds: Any) -> None:
+def test_more_links_than_streams_raise(worlds: Any) -> None:
     """Each of two ranks has an end of all links."""
     fits = MOST // 2 + 1
     assert all("is_high_priority_stream" in found for found in worlds(2).run(_error, fits))
