@@ -210,3 +210,21 @@ def _content(model: nn.Module) -> list[dict[str, Any]]:
         }
         for each in model.modules()
     ]
+
+
+class Seeded(Backwards):
+    """Seeds torch's generator in its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return super().forward(x)
+
+
+def test_seeds_of_the_forward_do_not_stay() -> None:
+    model = Seeded()
+    torch.manual_seed(7)
+    torch.rand(2)
+    state = torch.get_rng_state()
+    order_of(model, divide(model, 1).blocks, Inputs.of(torch.arange(4)))
+    assert torch.initial_seed() == 7
+    assert torch.equal(torch.get_rng_state(), state)

@@ -25,6 +25,7 @@ from ._cache import without_cache
 from ._called import answered, answered_by
 from ._elsewhere import Elsewhere, undrawn
 from ._far import FarTensors
+from ._generators import every_generator_restored
 from ._tree import changed
 
 
@@ -74,13 +75,14 @@ def _unchanged(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Iterator[No
     buffers = kept(buffer for module in around for buffer in module.buffers(recurse=False))
     before = is_intercepting()
     interception.prepare()
-    set_intercepting(True)
-    try:
-        with undrawn(), attributes_kept(model.modules()):
-            yield
-    finally:
-        set_intercepting(before)
-        restore(buffers)
+    with every_generator_restored(()):
+        set_intercepting(True)
+        try:
+            with undrawn(), attributes_kept(model.modules()):
+                yield
+        finally:
+            set_intercepting(before)
+            restore(buffers)
 
 
 class Rehearsal:
