@@ -63,10 +63,10 @@ def _copied(model: nn.Module) -> nn.Module:
 
 def _order_in(model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Inputs) -> Order:
     args, kwargs = changed(inputs.args, Tensor.detach), changed(inputs.kwargs, Tensor.detach)
-    rehearsal = Rehearsal(model, blocks)
-    with torch.no_grad(), _unchanged(model, blocks), without_cache(model), rehearsal.watching():
+    dry_run = DryRun(model, blocks)
+    with torch.no_grad(), _unchanged(model, blocks), without_cache(model), dry_run.watching():
         model(*args, **kwargs)
-    return Order(rehearsal.called, rehearsal.after)
+    return Order(dry_run.called, dry_run.after)
 
 
 @contextmanager
@@ -85,7 +85,7 @@ def _unchanged(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Iterator[No
             restore(buffers)
 
 
-class Rehearsal:
+class DryRun:
     """A dry run of the forward, in which blocks and operations on parameters are computed on ``meta``.
 
     Attributes:
