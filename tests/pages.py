@@ -31,8 +31,9 @@ def pages_of_processes(*, frameworks: bool) -> list[Path]:
 
 
 def processes(page: Path) -> int:
-    """Return the number of processes in a page's torchrun command, or 0."""
-    found = re.search(r"torchrun --nproc-per-node (\d+) train\.py", page.read_text(encoding="utf-8"))
+    """Return the number of processes in the torchrun command of a page's text, or 0."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    found = re.search(r"torchrun --nproc-per-node (\d+) train\.py", text)
     return int(found[1]) if found else 0
 
 
