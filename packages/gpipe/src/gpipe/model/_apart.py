@@ -26,9 +26,9 @@ def apart(model: nn.Module, blocks: Mapping[str, nn.Module]) -> tuple[nn.Module,
     memo: dict[int, Any] = {}
     for module in model.modules():
         if module not in own:
-            memo.update({id(tensor): moved(tensor) for tensor in _tensors_of(module)})
+            memo.update({id(tensor): moved(tensor) for tensor in tensors_in(module)})
     for module in own:
-        for tensor in _tensors_of(module):
+        for tensor in tensors_in(module):
             memo.setdefault(id(tensor), _without_values(tensor))
     for module in own:
         _empty(module, memo)
@@ -52,7 +52,8 @@ def _without_values(tensor: Tensor) -> Tensor:
     return nn.Parameter(found, requires_grad=False) if isinstance(tensor, nn.Parameter) else found
 
 
-def _tensors_of(module: nn.Module) -> list[Tensor]:
+def tensors_in(module: nn.Module) -> list[Tensor]:
+    """Return the parameters, the buffers, and the tensors that are attributes of ``module`` itself."""
     held = (module._parameters, module._buffers, vars(module))
     return [each for values in held for each in values.values() if isinstance(each, Tensor)]
 

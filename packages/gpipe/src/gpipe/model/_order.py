@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from profiler.sandbox import tensors_of
-
 from .._torch import is_intercepting, set_intercepting
 from ..checkpoint._random import interception
 from ..module._inputs import Inputs
 from ..transport._copy import StagePlace
 from ..transport._transport import AnyChannel
+from ._apart import tensors_in
 from ._between import Between
 from ._blocks import Order
 from ._buffers import attributes_kept, kept, outside, restore
@@ -51,7 +50,7 @@ def order_of(model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Inputs) 
 
 def _copied(model: nn.Module) -> nn.Module:
     """Return a copy of ``model`` that shares the memory of its tensors; the model, if an attribute cannot be copied."""
-    shared: dict[int, Any] = {id(tensor): tensor for tensor in tensors_of(model)}
+    shared: dict[int, Any] = {id(tensor): tensor for module in model.modules() for tensor in tensors_in(module)}
     # Hooks on parameters belong to the copy as well. Subclasses have their own ways to share memory.
     plain = (parameter for parameter in model.parameters() if type(parameter) is nn.Parameter)
     shared |= {id(each): nn.Parameter(each.detach(), each.requires_grad) for each in plain}
