@@ -353,8 +353,8 @@ def table() -> str:
         *((fault, "two ranks, step under 1f1b") for fault, _ in test_direct.FAULTS),
         (test_direct.EARLY, "step end waits for received tensors"),
         (test_direct.ELSEWHERE, "a process uses its own devices alone"),
-        (test_direct.SENT, "stage and wires run concurrently"),
-        (test_direct.RECEIVED, "stage and wires run concurrently"),
+        (test_direct.SENT, "stage and device links run concurrently"),
+        (test_direct.RECEIVED, "stage and device links run concurrently"),
     ]
     rows = [f"| {fault.name} | {_place(fault)} | {case} |" for fault, case in found]
     head = ["| what is wrong | where | the case, or the test, that finds it |", "|---|---|---|"]
