@@ -30,9 +30,9 @@ def amoebanet(filters: int, repeats: int) -> nn.Sequential:
     before = last = channels
     larger = False
     for kind in (REDUCTION, REDUCTION, *group, REDUCTION, *group, REDUCTION, *group):
-        channels *= 2 if kind.split_forward_backward else 1
+        channels *= 2 if kind.halves else 1
         layers.append(Cell(kind, before, last, channels, larger=larger))
-        before, last, larger = last, channels * len(kind.joined), kind.split_forward_backward
+        before, last, larger = last, channels * len(kind.joined), kind.halves
     return nn.Sequential(*layers, Classifier(last))
 
 
@@ -53,7 +53,7 @@ class Cell(nn.Module):
         elif before != channels:
             self.before = _convolution(before, channels)
         self.operations = nn.ModuleList(
-            make(channels, 2 if kind.split_forward_backward and source < 2 else 1) for source, make in kind.operations
+            make(channels, 2 if kind.halves and source < 2 else 1) for source, make in kind.operations
         )
         self.sources = [source for source, _ in kind.operations]
         self.joined = kind.joined

@@ -115,11 +115,7 @@ def core_speed() -> float:
     threads, matrix = torch.get_num_threads(), torch.randn(512, 512)
     torch.set_num_threads(1)
     try:
-        seconds = []
-        for _ in range(20):
-            begin = time.perf_counter()
-            matrix @ matrix
-            seconds.append(time.perf_counter() - begin)
+        seconds = interleaved({"product": lambda: matrix @ matrix}, 20)["product"]
     finally:
         torch.set_num_threads(threads)
     return 2 * 512**3 / min(seconds) / 1e9

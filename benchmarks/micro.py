@@ -107,7 +107,7 @@ Call = Callable[[], object]
 def of_batches(options: argparse.Namespace) -> Iterator[Report]:
     """Measure splitting and joining a mini-batch, compared with torch.chunk, torch.cat and torch's own splitter."""
     torch.set_num_threads(1)
-    gc.freeze()  # else a full collection step_lists all of torch, in whichever call it happens to fall
+    gc.freeze()  # else a full collection walks all of torch, in whichever call it happens to fall
     rounds = options.rounds or (3 if options.quick else 30)
     caption = (
         f"Microseconds of CPU time a call, and over that of the reference; {rounds} rounds: medians, in brackets the "

@@ -46,7 +46,7 @@ VIEWS = {
     "alias": lambda t: [t.view_as(t)],
     "column": lambda t: [t[:, :1]],
     "columns": lambda t: [t[:, 1:]],
-    "split_forward_backward": lambda t: list(t.chunk(2, 1)),
+    "halves": lambda t: list(t.chunk(2, 1)),
     "split": lambda t: list(t.split(1, 1)),
     "select": lambda t: [t.select(1, 0)],
     "expand": lambda t: [t[:, :1].expand(-1, WIDTH)],

@@ -128,9 +128,9 @@ class Rank(RankStepping):
         groups = open_groups(group, _seconds(timeout), announce_new)
         self._group = group
         self._replicas = Replicas(replicas, groups.timeout, announce_new_replica)
-        rendezvous = ObjectExchange(groups)
+        exchange = ObjectExchange(groups)
         with agreement(self._replicas.meeting) as shared:
-            with agreement(rendezvous) as found, allow_signals():
+            with agreement(exchange) as found, allow_signals():
                 expect_plain(module)
                 self.chunks = chunks
                 self._deferred = checked_flag("deferred_batch_norm", deferred_batch_norm)
@@ -142,7 +142,7 @@ class Rank(RankStepping):
                 self._checkpoint = expect_fitting(checked_modes(checkpoint), len(self._balance))
                 self._ranks = _checked_ranks(ranks, len(self._balance), len(groups.members))
                 found.alike = self._made_alike(module, transport)
-            with agreement(rendezvous) as placed, allow_signals():
+            with agreement(exchange) as placed, allow_signals():
                 norm_chunks = self._chunks if self._deferred else 0
                 self._share_by_all(every)
                 share = local_stages(

@@ -38,13 +38,11 @@ def order_of(model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Inputs) 
         RuntimeError: the forward needs values that blocks compute.
     """
     copied = _copied(model)
-    of_copy = dict(copied.named_modules())
-    named = [(name, module, of_copy[name]) for name, module in model.named_modules()]
-    copies = {module: each for _, module, each in named}
+    copies = dict(zip(model.modules(), copied.modules(), strict=True))
     found = _order_in(copied, {name: copies[block] for name, block in blocks.items()}, inputs)
     if not found.blocks:  # the forward is a function that calls modules of the model itself
         return _order_in(model, blocks, inputs)
-    originals = {each: module for _, module, each in named}
+    originals = {each: module for module, each in copies.items()}
     return Order(found.blocks, {originals[module]: block for module, block in found.after.items()})
 
 
