@@ -1,6 +1,6 @@
 """Models of Hugging Face over several processes: as in one, bit for bit."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,13 +17,6 @@ from gpipe.distributed import Rank, RemoteError
 from .labelled import CASES, PACKED, batch_of, made
 
 IN_ONE = partial(GPipe, devices=["cpu"] * 2)
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    opened = World(2)
-    yield opened
-    opened.close()
 
 
 @pytest.mark.parametrize("name", CASES)

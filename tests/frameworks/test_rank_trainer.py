@@ -1,7 +1,6 @@
 """A Rank in Hugging Face's Trainer has the losses and weights of the plain model, whatever is accumulated or padded."""
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,13 +27,6 @@ class RankTrainer(transformers.Trainer):
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         return model.eval().evaluate(**inputs), None, None
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    opened = World(2)
-    yield opened
-    opened.close()
 
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen2", "Mixtral"])
