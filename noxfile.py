@@ -262,6 +262,7 @@ def interleavings(session: nox.Session) -> None:
     session.run("python", "-m", program, *chosen(session, ["--most", "10"], ["--most", "200"]))
     if not session.posargs:
         session.run("python", "-m", program + ".interrupted")
+        session.run("python", "-m", program + ".processes")
         session.run("python", "-m", program + ".planted")
 
 

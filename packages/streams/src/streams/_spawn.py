@@ -1,7 +1,8 @@
 """Run one worker thread per device for the duration of a ``with`` block."""
 
+import weakref
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from threading import current_thread
 from types import TracebackType
@@ -20,11 +21,16 @@ Queues = tuple[list[InQueue], list[OutQueue]]
 class _Worker:
     """A worker thread with its queues. ``ended`` is set after its last task."""
 
-    def __init__(self, device: Device, context: Context) -> None:
+    def __init__(self, device: Device, context: Context, block: "_WorkerBlock") -> None:
         self.in_queue: InQueue = waiting.SimpleQueue()
         self.out_queue: OutQueue = waiting.SimpleQueue()
         self.ended = waiting.Event()
-        blocks = partial(watched, self.in_queue, self.ended), context.applied, partial(use_device, device)
+        # If the block is freed without being left, its dead reference tells the worker to end. Nothing waits, because
+        # this may happen on any thread, and no Python code runs that a signal could interrupt. The thread keeps the
+        # reference, because one that is freed together with the block would tell nobody.
+        told = weakref.ref(block, self.in_queue.put)  # type: ignore[arg-type]
+        blocks = [partial(nullcontext, told), partial(watched, self.in_queue, self.ended)]
+        blocks += [context.applied, partial(use_device, device)]
         # A daemon thread, because the interpreter waits for non-daemon threads before it exits.
         self.thread = waiting.Thread(
             target=serve, args=(self.in_queue, self.out_queue, *blocks), name=f"worker of {device}", daemon=True
@@ -108,17 +114,8 @@ class _WorkerBlock(AbstractContextManager[Queues]):
             self._end_all()
             raise
 
-    def __del__(self) -> None:
-        # The block was not left: end the workers without waiting, because this may run on any thread.
-        workers = [*vars(self).get("_workers", ())]  # missing if __init__ was interrupted
-        # After an interrupt, which Python does not raise out of a finalizer, the remaining workers must end as well.
-        while workers:
-            with suppress(BaseException):
-                workers[-1].in_queue.put(None)
-                workers.pop()
-
     def _start(self, device: Device, context: Context) -> _Worker:
-        each = _Worker(device, context)
+        each = _Worker(device, context, self)
         self._workers.append(each)
         each.thread.start()
         return each

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
+from weakref import ReferenceType
 
 import torch
 
@@ -36,7 +37,8 @@ def serve(in_queue: InQueue, out_queue: OutQueue, *blocks: Block) -> None:
     try:
         with ExitStack() as scope:
             failure = _failure(scope, blocks)
-            while (task := in_queue.get()) is not None:
+            # A block that is freed without being left puts its dead reference instead of None.
+            while (task := in_queue.get()) is not None and not isinstance(task, ReferenceType):
                 out_queue.put(failure or _answer(task))
                 del task  # otherwise it stays alive until the next task
     finally:

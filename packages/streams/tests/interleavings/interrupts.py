@@ -25,12 +25,17 @@ Place = tuple[CodeType, int]
 """An instruction."""
 
 
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
 class Interrupts:
     """Raise KeyboardInterrupt in this thread at one or several of the places where a signal may arrive.
 
     Args:
         files: path prefixes of the files under test.
         at: the numbers of the places, each counted from 1 after the previous interrupt; 0 for none.
+        act: called at these places. By default, it raises KeyboardInterrupt.
 
     Attributes:
         count: the number of places since the last interrupt.
@@ -38,8 +43,8 @@ class Interrupts:
         interrupts: the number of interrupts.
     """
 
-    def __init__(self, files: Collection[str], *at: int) -> None:
-        self._files, self._at = tuple(files), [each for each in at if each]
+    def __init__(self, files: Collection[str], *at: int, act: Callable[[], object] = interrupt) -> None:
+        self._files, self._at, self._act = tuple(files), [each for each in at if each], act
         self.count = self.interrupts = 0
         self.places: list[Place] = []
         self._interrupted: list[tuple[FrameType, _Traced]] = []
@@ -73,9 +78,12 @@ class Interrupts:
         elif self.count == self._at[0]:
             del self._at[0]
             self.count, self.interrupts = 0, self.interrupts + 1
-            self._interrupted.append((frame, traced))
-            sys.setprofile(self._go_on)
-            raise KeyboardInterrupt
+            try:
+                self._act()
+            except BaseException:
+                self._interrupted.append((frame, traced))
+                sys.setprofile(self._go_on)
+                raise
 
     def _go_on(self, frame: FrameType, event: str, _: Any) -> None:
         """Restore the trace function, because the interpreter removes one that raises."""

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+from weakref import ReferenceType
 
 from .scheduler import GO, INTERRUPT_AFTER, TIMEOUT, Scheduler
 
@@ -223,7 +224,8 @@ class SimpleQueue(_Scheduled):
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
         self._items.append(item)
-        self._woke("put")
+        if not isinstance(item, ReferenceType):  # one is put when an object is freed, where no signal can be raised
+            self._woke("put")
 
     put_nowait = put
 
