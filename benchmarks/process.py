@@ -105,8 +105,10 @@ class Process:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(10)
         self._kill()
-        for thing in (self._listener, self._log, *self._connections):
-            thing.close()
+        self._listener.close()
+        self._log.close()
+        for connection in self._connections:
+            connection.close()
 
     def _kill(self) -> None:
         # torchrun's children are in separate sessions. The id of a reaped process may be reused.
