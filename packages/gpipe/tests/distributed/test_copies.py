@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
@@ -54,6 +56,24 @@ def test_copies_may_differ_by_rounding_errors(dtype: torch.dtype) -> None:
 
     assert state(1.0).is_like(state(1 - (2e-4 if is_half else 2e-5)))
     assert not state(1.0).is_like(state(1 - (1e-2 if is_half else 3e-4)))
+
+
+SHAPES = ((), (0,), (7,), (3, 4), (2, 3, 5), (20_000,), (500, 64))
+
+
+@given(
+    st.sampled_from(SHAPES), st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]), st.data()
+)
+def test_figures_are_exact_to_a_tenth_of_the_tolerance(shape: tuple[int, ...], dtype: torch.dtype, data: Any) -> None:
+    """Also of values with a large mean, whose sum is much larger than their norm."""
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    mean, scale = data.draw(st.sampled_from([0.0, 1.0, 30.0])), data.draw(st.sampled_from([1e-3, 1.0, 30.0]))
+    module = nn.Module()
+    module.weight = nn.Parameter((mean + scale * torch.randn(shape, generator=generator)).to(dtype))
+    found = TiedTensor(0, [0, 1], module, "weight").state()
+    values = module.weight.detach().double()
+    own = found._replace(figures=(float(values.sum()), float(values.norm())), rounding=found.rounding / 10)
+    assert own.is_like(found._replace(rounding=0.0))
 
 
 @pytest.mark.parametrize("who", ["loss", "layer"])

@@ -73,9 +73,8 @@ class TiedTensor(NamedTuple):
         data: Any = self.tensor.detach()
         data = data.to_local() if hasattr(data, "to_local") else data
         data = torch.view_as_real(data) if data.is_complex() else data.to_dense()
-        kind, rounding = wide(data.device), _ROUNDING_OF_HALVES if data.dtype in HALVES else _ROUNDING
-        data = data if data.is_floating_point() else data.to(kind)
-        total, norm = torch.stack([data.sum(dtype=kind), torch.linalg.vector_norm(data, dtype=kind)]).tolist()
+        rounding = _ROUNDING_OF_HALVES if data.dtype in HALVES else _ROUNDING
+        total, norm = _figures(data, wide(data.device)).tolist()
         return TiedState(name, self.tensor.requires_grad, (total, norm), rounding)
 
     @property
@@ -196,6 +195,17 @@ def expect_alike(told: Sequence[Mapping[int, TiedState]], members: Sequence[int]
                     "when you freeze, load or prune them, and in optimizers, which may select by names that differ "
                     "between ranks, and do not modify them in a forward"
                 )
+
+
+def _figures(data: Tensor, widest: torch.dtype) -> Tensor:
+    """Return the sum and the norm of all values.
+
+    Only the results of rows are widened. A wide copy of all values takes 16 times as long on a CPU (a matrix of 50,257
+    by 128 values). Unlike one narrow sum, rows are exact to a few roundings of the norm even if all values are positive.
+    """
+    kind = widest if not data.is_floating_point() else torch.float32 if data.dtype in HALVES else data.dtype
+    rows = data.sum(-1, dtype=kind), torch.linalg.vector_norm(data.to(kind), dim=-1)
+    return torch.stack([rows[0].sum(dtype=widest), torch.linalg.vector_norm(rows[1], dtype=widest)])
 
 
 def _dense(gradient: Tensor | None) -> Tensor | None:
