@@ -200,8 +200,8 @@ def expect_alike(told: Sequence[Mapping[int, TiedState]], members: Sequence[int]
 def _figures(data: Tensor, widest: torch.dtype) -> Tensor:
     """Return the sum and the norm of all values.
 
-    Only the results of rows are widened. A wide copy of all values takes 16 times as long on a CPU (a matrix of 50,257
-    by 128 values). Unlike one narrow sum, rows are exact to a few roundings of the norm even if all values are positive.
+    Only the results of rows are widened. A wide copy of all values takes 16 times as long on a CPU (for 50,257 by 128
+    values). Unlike one narrow sum, this is exact to a few roundings of the norm, even if all values are positive.
     """
     kind = widest if not data.is_floating_point() else torch.float32 if data.dtype in HALVES else data.dtype
     rows = data.sum(-1, dtype=kind), torch.linalg.vector_norm(data.to(kind), dim=-1)
