@@ -88,19 +88,21 @@ def counts() -> tuple[int, int, float]:
 def soak(steps: int, seed: int = 0) -> None:
     rng = random.Random(seed)
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    pipe, times, kinds, seen = new_pipe(rng), [], dict[str, int](), []
+    pipe, times, firsts, kinds, seen = new_pipe(rng), list[float](), list[float](), dict[str, int](), []
+    is_new = True
     try:
         for number in range(steps):
             begin = time.perf_counter()
             kind = step(pipe, rng, rng.choice(SCHEDULES))
             kinds[kind] = kinds.get(kind, 0) + 1
             if kind == "right":
-                times.append(time.perf_counter() - begin)
+                (firsts if is_new else times).append(time.perf_counter() - begin)
             pipe.zero_grad()
+            is_new = False
             if rng.random() < 0.02:
                 if rng.random() < 0.5:
                     pipe.close()
-                pipe = new_pipe(rng)
+                pipe, is_new = new_pipe(rng), True
             if number % max(1, steps // 10) == 0:
                 seen.append(counts())
                 print(f"{number:>7} steps: %d threads, %d files, at most %.0f MiB" % seen[-1], flush=True)
@@ -108,8 +110,10 @@ def soak(steps: int, seed: int = 0) -> None:
         signal.signal(signal.SIGALRM, before)
         pipe.close()
     seen.append(counts())
-    print(f"{steps} steps, {kinds}; the median takes {statistics.median(times) * 1e3:.1f} ms, the slowest")
-    print(f"{max(times) * 1e3:.1f} ms; in the end %d threads, %d files, at most %.0f MiB" % seen[-1])
+    median, *slowest = (f"{1e3 * each:.1f}" for each in (statistics.median(times), *sorted(times)[-3:]))
+    print(f"{steps} steps, {kinds}; the median takes {median} ms, the slowest {', '.join(slowest)} ms,")
+    print(f"the first of a pipe at most {1e3 * max(firsts):.1f} ms; in the end", end=" ")
+    print("%d threads, %d files, at most %.0f MiB" % seen[-1])
     assert seen[-1][0] <= seen[0][0], "threads are left"
     assert seen[-1][1] <= seen[0][1] + 2, "files are left open"
 
