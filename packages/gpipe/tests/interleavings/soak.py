@@ -112,8 +112,9 @@ def soak(steps: int, seed: int = 0) -> None:
     seen.append(counts())
     median, *slowest = (f"{1e3 * each:.1f}" for each in (statistics.median(times), *sorted(times)[-3:]))
     print(f"{steps} steps, {kinds}; the median takes {median} ms, the slowest {', '.join(slowest)} ms,")
-    print(f"the first of a pipe at most {1e3 * max(firsts):.1f} ms; in the end", end=" ")
-    print("%d threads, %d files, at most %.0f MiB" % seen[-1])
+    threads, files, most = seen[-1]
+    print(f"the first of a pipe at most {1e3 * max(firsts):.1f} ms; ", end="")
+    print(f"in the end {threads} threads, {files} files, at most {most:.0f} MiB")
     assert seen[-1][0] <= seen[0][0], "threads are left"
     assert seen[-1][1] <= seen[0][1] + 2, "files are left open"
 
