@@ -64,8 +64,8 @@ SHAPES = ((), (0,), (7,), (3, 4), (2, 3, 5), (20_000,), (500, 64))
 @given(
     st.sampled_from(SHAPES), st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]), st.data()
 )
-def test_figures_are_exact_to_a_tenth_of_the_tolerance(shape: tuple[int, ...], dtype: torch.dtype, data: Any) -> None:
-    """Also of values with a large mean, whose sum is much larger than their norm."""
+def test_sum_and_norm_are_nearly_exact(shape: tuple[int, ...], dtype: torch.dtype, data: Any) -> None:
+    """Values with a large mean have a sum that is much larger than their norm."""
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     mean, scale = data.draw(st.sampled_from([0.0, 1.0, 30.0])), data.draw(st.sampled_from([1e-3, 1.0, 30.0]))
     module = nn.Module()

@@ -267,14 +267,14 @@ def test_error_during_exchange_raises_on_all_ranks(worlds: Any, tmp_path: Path, 
 
 def _fail_within_exchange(path: str, call: str, who: int) -> str:
     case = _Case(path)
-    hear, patch = RemoteLink.hear, pytest.MonkeyPatch()
+    receive, patch = RemoteLink.receive, pytest.MonkeyPatch()
 
     def fail(link: RemoteLink) -> Any:
-        hear(link)
+        receive(link)
         raise KeyboardInterrupt("planted")
 
     if dist.get_rank() == who:
-        patch.setattr(RemoteLink, "hear", fail)
+        patch.setattr(RemoteLink, "receive", fail)
     try:
         for _ in range(2):  # the other rank may have finished the first call
             getattr(case, call)()

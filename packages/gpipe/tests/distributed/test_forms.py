@@ -145,7 +145,7 @@ def test_messages_arrive_unchanged(messages: list[tuple[Any, bool]], direct: boo
     receiver.drain()
     assert receiver.poisoned == "over"
     sender.tell(pickle.dumps({"an": "object"}))
-    assert receiver.hear() == {"an": "object"}
+    assert receiver.receive() == {"an": "object"}
     sender.flush()
 
 

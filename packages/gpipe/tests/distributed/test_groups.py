@@ -175,7 +175,7 @@ def _interrupted(path: str) -> list[str]:
     save(path, model)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(RemoteLink, "hear", _interrupt)
+            patch.setattr(RemoteLink, "receive", _interrupt)
         for _ in range(2):
             with pytest.raises((KeyboardInterrupt, LostRankError)) as caught:
                 save(path, model)

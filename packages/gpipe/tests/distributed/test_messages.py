@@ -110,7 +110,7 @@ def test_small_messages_take_one_transfer_each():
     sender.tell(pickle.dumps("x" * (ROOM - 100)))
     assert len(line.out[0]) == 1
     sender.tell(pickle.dumps("x" * ROOM))  # follows its frame
-    assert [len(receiver.hear()) for _ in range(2)] == [ROOM - 100, ROOM]
+    assert [len(receiver.receive()) for _ in range(2)] == [ROOM - 100, ROOM]
 
 
 def test_sender_keeps_only_unreceived_messages():

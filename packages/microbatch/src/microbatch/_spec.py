@@ -66,9 +66,9 @@ def unwrap(value: Any, spec: Any = None, root: str = "input") -> tuple[Any, Any]
     if not any(map(wraps, leaves)):
         return value, spec if spec is None else _resolved(value, spec, root)
     asked = enumerate(zip(leaves, _broadcast(value, spec, root), strict=True))
-    told = [rule for i, (leaf, outer) in asked for rule in _inner_rules(leaf, outer, LeafPath(value, i, root))]
+    rules = [rule for i, (leaf, outer) in asked for rule in _inner_rules(leaf, outer, LeafPath(value, i, root))]
     # A rule may wrap a value that contains rules.
-    return unwrap(unflatten([leaf.value if wraps(leaf) else leaf for leaf in leaves], tree), Leafwise(told), root)
+    return unwrap(unflatten([leaf.value if wraps(leaf) else leaf for leaf in leaves], tree), Leafwise(rules), root)
 
 
 def _inner_rules(leaf: Any, rule: Rule, place: LeafPath) -> list[Rule]:

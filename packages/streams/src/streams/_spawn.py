@@ -28,8 +28,8 @@ class _Worker:
         # If the block is freed without being left, its dead reference tells the worker to end. Nothing waits, because
         # this may happen on any thread, and no Python code runs that a signal could interrupt. The thread keeps the
         # reference, because one that is freed together with the block would tell nobody.
-        told = weakref.ref(block, self.in_queue.put)  # type: ignore[arg-type]
-        blocks = [partial(nullcontext, told), partial(watched, self.in_queue, self.ended)]
+        freed = weakref.ref(block, self.in_queue.put)  # type: ignore[arg-type]
+        blocks = [partial(nullcontext, freed), partial(watched, self.in_queue, self.ended)]
         blocks += [context.applied, partial(use_device, device)]
         # A daemon thread, because the interpreter waits for non-daemon threads before it exits.
         self.thread = waiting.Thread(

@@ -22,23 +22,23 @@ class Agreement:
     """The values that ranks compare and exchange in one synchronization.
 
     Attributes:
-        alike: values that must be equal on all ranks, keyed by the names used in error messages.
-        told: the values that this rank sends to the others.
-        heard: the values sent by each rank, in rank order. Set by the synchronization.
+        must_match: values that must be equal on all ranks, keyed by the names used in error messages.
+        sent: the values that this rank sends to the others.
+        received: the values sent by each rank, in rank order. Set by the synchronization.
     """
 
     def __init__(self) -> None:
-        self.alike: dict[str, Any] = {}
-        self.told: dict[str, Any] = {}
-        self.heard: list[dict[str, Any]] = []
+        self.must_match: dict[str, Any] = {}
+        self.sent: dict[str, Any] = {}
+        self.received: list[dict[str, Any]] = []
 
 
 @contextmanager
 def agreement(meeting: ObjectExchange, method: str = "Rank") -> Iterator[Agreement]:
     """Run a block on each rank, and synchronize all ranks at its end: if it fails on one rank, all ranks raise.
 
-    Ranks that did not fail themselves raise RemoteError. All ranks raise ValueError if values of ``alike`` differ, or
-    if another rank is in a different call or part of a call, which ``method`` names.
+    Ranks that did not fail themselves raise RemoteError. All ranks raise ValueError if values of ``must_match`` differ,
+    or if another rank is in a different call or part of a call, which ``method`` names.
     The call is decorated with :func:`defer_signals`, and the block is in :func:`allow_signals`, so that interrupts are
     raised in such blocks, or after the call.
     """
@@ -47,8 +47,8 @@ def agreement(meeting: ObjectExchange, method: str = "Rank") -> Iterator[Agreeme
         yield found
     except BaseException as failed:  # an interrupt too: other ranks wait for this one
         error = failed
-    report = {METHOD: method, "alike": found.alike, "told": found.told}
-    reports = meeting.meet(report if error is None else {METHOD: method, "error": text_of(error)})
+    report = {METHOD: method, "must_match": found.must_match, "sent": found.sent}
+    reports = meeting.all_gather(report if error is None else {METHOD: method, "error": text_of(error)})
     if error is not None:
         raise error
     members = meeting.groups.members
@@ -56,11 +56,11 @@ def agreement(meeting: ObjectExchange, method: str = "Rank") -> Iterator[Agreeme
     for k, each in enumerate(reports):
         if "error" in each:
             raise RemoteError(f"rank {members[k]} failed: {each['error']}") from None
-    first = reports[0]["alike"]
+    first = reports[0]["must_match"]
     for k, each in enumerate(reports):
-        if (other := disagreement(first, each["alike"], members[0], members[k])) is not None:
+        if (other := disagreement(first, each["must_match"], members[0], members[k])) is not None:
             raise other
-    found.heard = [each["told"] for each in reports]
+    found.received = [each["sent"] for each in reports]
 
 
 def disagreement(first: dict[str, Any], other: dict[str, Any], rank: int, other_rank: int) -> ValueError | None:

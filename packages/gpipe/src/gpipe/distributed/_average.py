@@ -27,7 +27,7 @@ def average(parameters: Sequence[Tensor], meeting: ObjectExchange, group: dist.P
         meeting.groups.peers.update({*range(group.size())} - {me})  # gloo chooses which of them exchange messages
         for bucket in _buckets(there):
             _reduce(bucket, group, gloo if is_on_hosts else None)
-        meeting.meet({})  # if one fails, all fail
+        meeting.all_gather({})  # if one fails, all fail
 
 
 def averaged_over(module: nn.Module, group: dist.ProcessGroup) -> list[nn.Parameter]:
@@ -68,7 +68,7 @@ def _reduce(bucket: Sequence[Tensor], group: dist.ProcessGroup, gloo: Any) -> No
 def _present(parameters: Sequence[Tensor], meeting: ObjectExchange) -> list[Tensor]:
     """Return the ``parameters`` that have a gradient on any replica."""
     own = bytes(parameter.grad is not None for parameter in parameters)
-    reports = meeting.meet({METHOD: "average_gradients", "present": own})
+    reports = meeting.all_gather({METHOD: "average_gradients", "present": own})
     for report in reports:
         if "failed" in report:
             raise RemoteError(f"another replica has failed: {report['failed']}")

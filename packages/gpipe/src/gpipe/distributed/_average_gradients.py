@@ -71,7 +71,7 @@ def _expect_replicas(rank: nn.Module, group: dist.ProcessGroup) -> None:
                 f"{sharded[0]!r} and {len(sharded) - 1} other parameters are sharded over processes, so their "
                 "gradients are already averaged; omit average_gradients()"
             )
-        found.alike = {
+        found.must_match = {
             "the first parameter": next(iter(trained), None),
             "the list of parameters": [[name, list(p.shape), str(p.dtype)] for name, p in trained.items()],
         }

@@ -46,10 +46,10 @@ def announce(rank: Connected, method: str, check: Callable[[Sequence[int]], None
     if not rank._processes.is_open:  # a checkpoint may still be saved, without these connections
         check(rank._members)
         return
-    with rank._processes.opening() as found, allow_signals():
-        found.alike = {METHOD: method}
+    with rank._processes.begin_call() as found, allow_signals():
+        found.must_match = {METHOD: method}
         check(rank._members)
-    rank._processes.closing({})
+    rank._processes.end_call({})
     rank._replicas.announce(method)
 
 
@@ -60,9 +60,9 @@ def announce_new(members: Sequence[int]) -> None:
     """
     for rank in _latest(lambda rank: rank._members == tuple(members)):
         with suppress(LostRankError):  # it was closed on another member, whose last rank is an earlier one
-            with rank._processes.opening() as found:
-                found.alike = {METHOD: "Rank"}
-            rank._processes.closing({})
+            with rank._processes.begin_call() as found:
+                found.must_match = {METHOD: "Rank"}
+            rank._processes.end_call({})
             return
 
 
@@ -97,11 +97,13 @@ def shared_by_first(rank: Connected, method: str, read: Callable[[], Any]) -> An
     processes, readers = rank._processes, rank._readers()
     first, me = processes.ranks[0], processes.me
     value: Any = None
-    with processes.opening() as found, allow_signals():
-        found.alike = {METHOD: method}
+    with processes.begin_call() as found, allow_signals():
+        found.must_match = {METHOD: method}
         if me == first:
             value = read()
-    empty = processes.closing({"value": map_tensors(lambda tensor: None, value)} if me == first else {})[first]["value"]
+    empty = processes.end_call({"value": map_tensors(lambda tensor: None, value)} if me == first else {})[first][
+        "value"
+    ]
     if me == first:
         # A pickled view would contain all of its storage, such as the full dataset.
         processes.spread(map_tensors(lambda tensor: tensor.detach().clone().cpu(), value), readers)
@@ -112,8 +114,8 @@ def shared_by_first(rank: Connected, method: str, read: Callable[[], Any]) -> An
 @defer_signals()
 def gradient_norm(rank: Connected, method: str) -> Tensor:
     """Return the 2-norm of the gradients of all ranks, which call this in the same ``method``."""
-    with rank._processes.opening() as found, allow_signals():
-        found.alike = {METHOD: method}
+    with rank._processes.begin_call() as found, allow_signals():
+        found.must_match = {METHOD: method}
     others = rank._processes.tied.of_others()
     own = [p.grad for p in rank.parameters() if p.grad is not None and p not in others]
-    return norm_over(rank._group, rank._processes.closing, own, rank._devices[0])
+    return norm_over(rank._group, rank._processes.end_call, own, rank._devices[0])

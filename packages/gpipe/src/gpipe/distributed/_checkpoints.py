@@ -58,8 +58,8 @@ def save(
     first = meeting.groups.me == 0
     with agreement(meeting, "save") as found, allow_signals():
         folder = Folder(path)
-        found.alike = {"path": str(folder.path)}
-        found.told |= _optimizer_of(rank, optimizer)
+        found.must_match = {"path": str(folder.path)}
+        found.sent |= _optimizer_of(rank, optimizer)
         state: dict[str, Any] = {"model": rank.state_dict()}
         for name, value in state["model"].items():
             if isinstance(value, dict | list | tuple):  # torch would write its items under names that no model has
@@ -69,9 +69,9 @@ def save(
         if optimizer is not None:
             state["optimizer"] = by_name(rank, optimizer)
         if first:
-            found.told["partial"] = folder.begin()
-    _expect_optimizers(found.heard, meeting.groups.members)
-    partial = folder.partial(found.heard[0]["partial"])
+            found.sent["partial"] = folder.begin()
+    _expect_optimizers(found.received, meeting.groups.members)
+    partial = folder.partial(found.received[0]["partial"])
     write(state, partial, meeting)
     with agreement(meeting, "save, commit"), allow_signals():
         if first:
@@ -106,21 +106,21 @@ def load(
     meeting = _met("load", rank, group)
     with agreement(meeting, "load") as found, allow_signals():
         folder = Folder(path)
-        found.alike = {"path": str(folder.path)}
+        found.must_match = {"path": str(folder.path)}
         stored = Stored(folder.whole)
         own = rank.state_dict()
-        found.told = {"names": [*own], **_optimizer_of(rank, optimizer)}
-    _expect_optimizers(found.heard, meeting.groups.members)
+        found.sent = {"names": [*own], **_optimizer_of(rank, optimizer)}
+    _expect_optimizers(found.received, meeting.groups.members)
     with agreement(meeting, "load, read") as read, allow_signals():
-        stored.expect_model({name for each in found.heard for name in each["names"]}, own)
+        stored.expect_model({name for each in found.received for name in each["names"]}, own)
         state = stored.model(own)
         if optimizer is not None:
             moments = stored.optimizer(parameters_by_name(rank))
-            read.told = {"options": options_of(rank, optimizer, moments)}
+            read.sent = {"options": options_of(rank, optimizer, moments)}
     with agreement(meeting, "load, optimizer"), allow_signals():
         if optimizer is not None:
-            told = zip(meeting.groups.members, read.heard, strict=True)
-            having = {member: each["options"] for member, each in told if "options" in each}
+            reports = zip(meeting.groups.members, read.received, strict=True)
+            having = {member: each["options"] for member, each in reports if "options" in each}
             moments = from_names(rank, optimizer, moments, options_of_all([*having.values()], [*having]))
     rank.load_state_dict(state)
     if optimizer is not None:
@@ -152,10 +152,10 @@ def _optimizer_of(module: nn.Module, optimizer: Optimizer | None) -> dict[str, b
     return {"optimizer": optimizer is not None, "trains": any(p.requires_grad for p in module.parameters())}
 
 
-def _expect_optimizers(told: Sequence[Mapping[str, Any]], members: Sequence[int]) -> None:
+def _expect_optimizers(reports: Sequence[Mapping[str, Any]], members: Sequence[int]) -> None:
     """Raise ValueError if only some processes pass an optimizer: the state of the others would be missing."""
-    without = [rank for rank, each in zip(members, told, strict=True) if each["trains"] and not each["optimizer"]]
-    having = [rank for rank, each in zip(members, told, strict=True) if each["optimizer"]]
+    without = [rank for rank, each in zip(members, reports, strict=True) if each["trains"] and not each["optimizer"]]
+    having = [rank for rank, each in zip(members, reports, strict=True) if each["optimizer"]]
     if without and having:
         raise ValueError(
             f"optimizer: rank {having[0]} passes one, but rank {without[0]} does not, so its state would be missing; "

@@ -135,14 +135,14 @@ def _weights(count: int, device: torch.device) -> Tensor:
 _ODD: Final = -7046029254386353131  # 2**64 divided by the golden ratio, as an int64
 
 
-def different_rows(told: Iterable[tuple[int, Mapping[str, Digest]]]) -> ValueError | None:
+def different_rows(reports: Iterable[tuple[int, Mapping[str, Digest]]]) -> ValueError | None:
     """Return the error for a value that is not equal on all ranks that have it; None if there is none.
 
     Args:
-        told: ranks and their digests. A rank may occur more than once.
+        reports: ranks and their digests. A rank may occur more than once.
     """
     first: dict[str, tuple[int, Digest]] = {}
-    for rank, digests in told:
+    for rank, digests in reports:
         for path, digest in digests.items():
             other_rank, other = first.setdefault(path, (rank, digest))
             if other.value is None and not digest.differs(other):

@@ -45,7 +45,7 @@ class LocalStages(NamedTuple):
         """The device of each stage of this rank, by stage index."""
         return dict(zip(self.numbers, self.devices, strict=True))
 
-    def told(self, transport: str) -> dict[str, Any]:
+    def report(self, transport: str) -> dict[str, Any]:
         """Return the report for other ranks: the stages that are ``trained``, and the ``backends`` of all devices."""
         own = zip(self.numbers, self.partitions, strict=True)
         trained = [j for j, partition in own if any(p.requires_grad for p in partition.parameters())]

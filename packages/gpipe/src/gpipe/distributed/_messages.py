@@ -177,7 +177,7 @@ class RemoteLink:
         microbatch, flag, tensors = self._take()
         return microbatch, flag, self._received.payload(tensors)
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         return self._next()[1]
 
     def drain(self, *, expected: bool = False) -> None:
@@ -220,9 +220,9 @@ class RemoteLink:
         """Wait for the next message of a run, and return its micro-batch, flag and tensors."""
         if self.poisoned is not None:
             raise Cancelled
-        (microbatch, _, flag, taken), told, data, tensors = self._next()
+        (microbatch, _, flag, taken), failure, data, tensors = self._next()
         if microbatch == _POISON:
-            self.poisoned = told
+            self.poisoned = failure
             raise Cancelled
         if self._into is not None:
             tensors = self._into.receive(self._received)
@@ -282,14 +282,14 @@ class RemoteLink:
         self._free.append(frame)
         self._taken += 1
         head, data = frame[:_HEAD].view(torch.int64).tolist(), frame[_HEAD:]
-        told, tensors = None, self._take_large()
+        message, tensors = None, self._take_large()
         if head[1]:
-            told = pickle.loads(self._text(head[1], data))
+            message = pickle.loads(self._text(head[1], data))
             data = data[head[1] if head[1] <= ROOM else 0 :]
             if head[0] >= 0:
-                self._received = told
+                self._received = message
                 tensors = self._take_large()
-        return head, told, data, tensors
+        return head, message, data, tensors
 
     def _text(self, size: int, data: Tensor) -> bytearray:
         text = bytearray(size)

@@ -89,7 +89,7 @@ class ModelRank(ModelStepping, Rank, of_models=True):
             inputs = self._checked(as_value(args, kwargs))
             batches, _ = self._cut(inputs)
             found.batches, found.whole = batches, self.out_spec is None
-            found.alike |= structure_of(inputs.bare)
+            found.must_match |= structure_of(inputs.bare)
             found.rows = Digests({"input": inputs.bare})
         with torch.no_grad(), self._pipeline.run_lock.entered():
             spec = self._pipeline.spec(self._size(len(batches), trains=False), seed=found.seed)
@@ -143,10 +143,10 @@ class ModelRank(ModelStepping, Rank, of_models=True):
         self.__dict__.update({name: vars(tree)[name] for name in ("_modules", "_parameters", "_buffers")})
         self._non_persistent_buffers_set = tree._non_persistent_buffers_set
 
-    def _connect(self, share: LocalStages, groups: Groups, told: Sequence[Mapping[str, Any]]) -> None:
+    def _connect(self, share: LocalStages, groups: Groups, reports: Sequence[Mapping[str, Any]]) -> None:
         layout, count = inspect_skip_layout(share.every), len(self._balance)
         stages = [ModelStage(j, share.every[j], device, layout) for j, device in share.device_of.items()]
-        processes = self._joined(share, [*numbered_pairs(count).values()][count - 1 :], groups, told)
+        processes = self._joined(share, [*numbered_pairs(count).values()][count - 1 :], groups, reports)
         common, others = [*self._common.values()], others_of(share.every[:-1], {*self._blocks.values()})
         stages_of_others = {module: j for j, part in enumerate(others) for module in part.values()}
         named = {name: module for part in others for name, module in part.items()}
@@ -157,8 +157,8 @@ class ModelRank(ModelStepping, Rank, of_models=True):
         streams = self._copy_streams(share)
         self._pipeline = ModelPipeline(divided, layout, streams, workers, processes, offload=self._offload)
 
-    def _made_alike(self, module: nn.Module, transport: str) -> dict[str, Any]:
-        return {"blocks": [*self._blocks], **super()._made_alike(module, transport)}
+    def _creation_to_match(self, module: nn.Module, transport: str) -> dict[str, Any]:
+        return {"blocks": [*self._blocks], **super()._creation_to_match(module, transport)}
 
     def _expect_layers(self) -> None:
         self._expect_blocks()
@@ -173,7 +173,7 @@ class ModelRank(ModelStepping, Rank, of_models=True):
         asked = self._cut_for_loss(Asked(call, schedule, called_with(self._end(0), call), []))
         found.batches = asked.batches
         found.whole = self._is_whole(asked, self._size(len(found.batches), trains=call.trains))
-        found.alike |= structure_of(asked.inputs)
+        found.must_match |= structure_of(asked.inputs)
         return asked
 
     def _try_out(self, kind: Any, inputs: Any) -> None:

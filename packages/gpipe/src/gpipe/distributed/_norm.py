@@ -15,13 +15,13 @@ from ._object_exchange import Report
 
 
 def norm_over(
-    group: Group | None, meet: Callable[[Report], list[Report]], gradients: Sequence[Tensor], device: torch.device
+    group: Group | None, all_gather: Callable[[Report], list[Report]], gradients: Sequence[Tensor], device: torch.device
 ) -> Tensor:
     """Return the 2-norm of the gradients of all members of ``group``, which call this together.
 
     Args:
         group: the members; by default all processes. It reduces on ``device`` if it has a backend for it.
-        meet: exchanges reports between the same members, and detects members that do not take part.
+        all_gather: exchanges reports between the same members, and detects members that do not take part.
         gradients: the gradients that only this member has, maybe none. Members of a mesh each pass their shards.
         device: the device of the result, a float32 scalar.
     """
@@ -29,7 +29,7 @@ def norm_over(
         dense = [each.coalesce().values() if each.is_sparse else each for each in gradients]
         squares = [_whole(get_total_norm(kind)).to(device, torch.float64).square() for kind in _by_mesh(dense)]
         none = torch.zeros((), dtype=torch.float64, device=device)
-        return _summed(expect_group(group), meet, sum(squares, start=none)).sqrt().float()
+        return _summed(expect_group(group), all_gather, sum(squares, start=none)).sqrt().float()
 
 
 def _by_mesh(gradients: Iterable[Any]) -> list[list[Tensor]]:
@@ -45,12 +45,12 @@ def _whole(norm: Any) -> Tensor:
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[no-any-return]
 
 
-def _summed(group: dist.ProcessGroup, meet: Callable[[Report], list[Report]], square: Tensor) -> Tensor:
+def _summed(group: dist.ProcessGroup, all_gather: Callable[[Report], list[Report]], square: Tensor) -> Tensor:
     if square.device.type != "cpu" and f"{square.device.type}:" in dist.get_backend_config(group):
-        meet({})  # because a reduction without one of the members would hang
+        all_gather({})  # because a reduction without one of the members would hang
         dist.all_reduce(square, group=group)  # queued on the device: the host does not wait
         return square
-    squares = [each["square"] for each in meet({"square": square.item()})]
+    squares = [each["square"] for each in all_gather({"square": square.item()})]
     return torch.tensor(sum(squares), dtype=square.dtype, device=square.device)
 
 

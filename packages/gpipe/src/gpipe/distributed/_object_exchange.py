@@ -41,21 +41,21 @@ class ObjectExchange:
         self._links = [RemoteLink(groups.peer(k, tag, tag, timeout), small=0) for k in others]
         self._lost: str | None = None  # why no further exchange can start
 
-    def announced(self, what: Any) -> Any:
+    def broadcast(self, what: Any) -> Any:
         """Broadcast ``what`` from the root, and return it. Members wait for the root only, and the root for none."""
         return self.spread(what, {link.member for link in self._links} if self.is_root else set())
 
     def spread(self, what: Any, members: set[int]) -> Any:
         """Send ``what`` from the root to these ``members``, and return it. Only they and the root call this."""
         if not self.is_root:
-            return self._links[0].hear()
+            return self._links[0].receive()
         text = pickle.dumps(what)
         for link in self._links:
             if link.member in members:
                 link.tell(text)
         return what
 
-    def meet(self, report: Report) -> list[Report]:
+    def all_gather(self, report: Report) -> list[Report]:
         """All-gather reports. If a member is missing, this call and all later ones raise LostRankError."""
         with self.reaching():
             return self._gather(report) if self.is_root else self._exchange(report)
@@ -142,7 +142,7 @@ class ObjectExchange:
         )
 
     def _gather(self, report: Report) -> list[Report]:
-        reports = [link.hear() for link in self._links]
+        reports = [link.receive() for link in self._links]
         reports.insert(self.groups.me, report)
         text = _text_of(reports, report)
         for link in self._links:
@@ -154,7 +154,7 @@ class ObjectExchange:
     def _exchange(self, report: Report) -> list[Report]:
         (link,) = self._links
         link.tell(pickle.dumps(report))
-        reports: Any = link.hear()
+        reports: Any = link.receive()
         link.flush()
         return [reports.get(k, {}) for k in range(len(self.groups.members))]
 
@@ -165,12 +165,12 @@ def _text_of(reports: Sequence[Report], own: Report) -> bytes:
     Values equal to the root's are stored once. Otherwise n reports with a list of n stages, sent n times, would be n**3
     numbers.
     """
-    told = {
+    attributes = {
         k: {key: own[key] if key in own and own[key] == value else value for key, value in report.items()}
         for k, report in enumerate(reports)
         if report
     }
-    return pickle.dumps(told)
+    return pickle.dumps(attributes)
 
 
 _opened: WeakKeyDictionary[dist.ProcessGroup, ObjectExchange] = WeakKeyDictionary()

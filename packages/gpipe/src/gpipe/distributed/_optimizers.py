@@ -65,22 +65,22 @@ def options_of(module: nn.Module, optimizer: Optimizer, found: Mapping[str, Any]
     return [_options(each, found["param_groups"]) if each else None for each in known]
 
 
-def options_of_all(told: Sequence[Sequence[State | None]], members: Sequence[int]) -> list[State]:
+def options_of_all(options: Sequence[Sequence[State | None]], members: Sequence[int]) -> list[State]:
     """Return the options of each parameter group, from the members that have parameters in it.
 
     A group may have no parameters on a rank, such as that of embeddings. A scheduler and ``add_param_group`` use its
     options nevertheless.
 
     Args:
-        told: the results of :func:`options_of` of all members with an optimizer.
+        options: the results of :func:`options_of` of all members with an optimizer.
         members: their global ranks.
 
     Raises:
         ValueError: a group has no parameters on a member, and members have different numbers of groups, so that it is
             not known which groups correspond.
     """
-    empty = [rank for rank, groups in zip(members, told, strict=True) if None in groups]
-    other = next((rank for rank, groups in zip(members, told, strict=True) if len(groups) != len(told[0])), None)
+    empty = [rank for rank, groups in zip(members, options, strict=True) if None in groups]
+    other = next((rank for rank, groups in zip(members, options, strict=True) if len(groups) != len(options[0])), None)
     if empty and other is not None:
         raise ValueError(
             f"optimizer: a group of rank {empty[0]} has no parameters, so it has the options of the same group on "
@@ -89,7 +89,7 @@ def options_of_all(told: Sequence[Sequence[State | None]], members: Sequence[int
         )
     if other is not None:
         return []
-    return [next((each for each in same if each is not None), {}) for same in zip(*told, strict=True)]
+    return [next((each for each in same if each is not None), {}) for same in zip(*options, strict=True)]
 
 
 def from_names(

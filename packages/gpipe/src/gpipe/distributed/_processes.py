@@ -27,7 +27,7 @@ from ._messages import RemoteLink
 from ._object_exchange import ObjectExchange, Report
 from ._remote_loss import RemoteLoss, summary_of
 from ._replicas import Replicas
-from ._tied import TiedTensors, expect_alike
+from ._tied import TiedTensors, expect_equal_copies
 
 _BEFORE: Final[When] = (-2.0, -1)
 """The time assigned to a failure before the first step of a run."""
@@ -60,7 +60,7 @@ class RunProposal:
 
     def __init__(self) -> None:
         self.seed: int | None = None
-        self.alike: dict[str, Any] = {}
+        self.must_match: dict[str, Any] = {}
         self.batches: list[Any] = []
         self.rows = Digests({})
         self.whole = False
@@ -75,7 +75,7 @@ class RankProcesses(Processes):
         groups: the ranks, and the connections between them.
         ranks: the rank of each stage.
         replicas: the processes that synchronize with this one at the end of each step.
-        told: the result of :meth:`LocalStages.told` on each rank, by rank.
+        reports: the result of :meth:`LocalStages.report` on each rank, by rank.
 
     Attributes:
         ranks: the rank of each stage.
@@ -93,12 +93,12 @@ class RankProcesses(Processes):
         groups: Groups,
         ranks: Sequence[int],
         replicas: Replicas,
-        told: Sequence[Mapping[str, Any]],
+        reports: Sequence[Mapping[str, Any]],
     ) -> None:
         self.ranks, self.me = tuple(ranks), groups.me
         self._members, self._replicas = groups.members, replicas
         self._exchange = ObjectExchange(groups, ranks[0])
-        backends = [told[rank]["backends"][j] for j, rank in enumerate(ranks)]
+        backends = [reports[rank]["backends"][j] for j, rank in enumerate(ranks)]
         channels, devices = channels_between(ranks, routes, share.ties), share.device_of
         self._device_links = open_device_links(self._exchange, ranks, channels, devices, backends)
         # A shutdown would require all ranks to take part. Ending the device_links loses no transfers between runs.
@@ -191,8 +191,8 @@ class RankProcesses(Processes):
             raise RuntimeError("this Rank was closed, with its connections to other ranks; create a new one")
         self._exchange.expect_open()
 
-    def closing(self, report: Report) -> list[Report]:
-        """End a call that began with :meth:`opening` and is not a run: return all ranks' reports, or raise an error.
+    def end_call(self, report: Report) -> list[Report]:
+        """End a call that began with :meth:`begin_call` and is not a run: return all ranks' reports, or raise an error.
 
         The error is the earliest one of any rank.
         """
@@ -210,10 +210,10 @@ class RankProcesses(Processes):
         with self._reaching():
             for error in lost:
                 raise error
-            return self._exchange.meet(report)
+            return self._exchange.all_gather(report)
 
     @contextmanager
-    def opening(self) -> Iterator[RunProposal]:
+    def begin_call(self) -> Iterator[RunProposal]:
         """Run the checks of this rank before a run, or before another call of all ranks.
 
         No rank waits for all others: the rank of the first stage continues at once, and each other rank once it has
@@ -224,23 +224,23 @@ class RankProcesses(Processes):
         found = RunProposal()
         errors: Errors = []
         report: Report = {}
-        told = None
+        announced = None
         try:
             yield found
         except BaseException as failed:
             errors = [failed]
         rows = [Rows(tuple(batch.rows)) for batch in found.batches]
         try:
-            own = found.alike, rows, found.whole, found.rows.known
+            own = found.must_match, rows, found.whole, found.rows.known
             with self._uninterrupted():
-                told = self._exchange.announced(None if errors else (*own, next_seed()))
+                announced = self._exchange.broadcast(None if errors else (*own, next_seed()))
         except UnreachableError as lost:
             errors = [lost]
-        if told is not None:
-            alike, batches, found.whole, self._first_rows, found.seed = told
+        if announced is not None:
+            expected, batches, found.whole, self._first_rows, found.seed = announced
             found.batches = found.batches if self._exchange.is_root else batches
             self._rows, (root, me) = found.rows, (self._members[self.ranks[0]], self._members[self.me])
-            unlike = disagreement(alike, found.alike, root, me) or different_rows(
+            unlike = disagreement(expected, found.must_match, root, me) or different_rows(
                 [(root, self._first_rows), (me, found.rows.known)]
             )
             if unlike is not None and not errors:
@@ -306,7 +306,7 @@ class RankProcesses(Processes):
                 link.flush()
         if has_failed:
             self._raise_earliest(reports, errors)
-        expect_alike([each.get("copies", {}) for each in reports], self._members)
+        expect_equal_copies([each.get("copies", {}) for each in reports], self._members)
         late = [(rank, each.get("rows", {})) for rank, each in zip(self._members, reports, strict=True)]
         if unlike := different_rows([(self._members[self.ranks[0]], self._first_rows), *late]):
             raise unlike
@@ -376,7 +376,7 @@ class RemoteChannel(Channel):
                     with hold_signals():
                         i, counts, arrived[i] = link.get()
                 except Cancelled:
-                    failures.hear(link.poisoned)
+                    failures.add_remote(link.poisoned)
                     raise
                 if isinstance(loss, RemoteLoss):
                     loss.scales |= counts

@@ -141,21 +141,21 @@ class Rank(RankStepping):
                 every = self._divide(module, balance, blocks, stages, sample)
                 self._checkpoint = expect_fitting(checked_modes(checkpoint), len(self._balance))
                 self._ranks = _checked_ranks(ranks, len(self._balance), len(groups.members))
-                found.alike = self._made_alike(module, transport)
+                found.must_match = self._creation_to_match(module, transport)
             with agreement(exchange) as placed, allow_signals():
                 norm_chunks = self._chunks if self._deferred else 0
                 self._share_by_all(every)
                 share = local_stages(
                     every, self._ranks, groups.me, device, initializer or kept, norm_chunks, offload=bool(self._offload)
                 )
-                placed.told = share.told(transport)
+                placed.sent = share.report(transport)
             self.training = module.training
             self._guards: list[RemovableHandle] = []
             self._keep(module, share)
             self._end_guards = weakref.finalize(self, _remove, self._guards)
             self._devices = share.devices
-            self._connect(share, groups, placed.heard)
-            shared.alike = found.alike | (checksums(self) if self._replicas.are_there else {})
+            self._connect(share, groups, placed.received)
+            shared.must_match = found.must_match | (checksums(self) if self._replicas.are_there else {})
             self._sharding = Sharding(share.partitions, share.tied)
             self._synced, self._members = synced_layers(self), groups.members
         self._last: Choice | None = None
@@ -194,30 +194,34 @@ class Rank(RankStepping):
         self._laid_out = self._held()
         self._guards = _guarded(share)
 
-    def _connect(self, share: LocalStages, groups: Groups, told: Sequence[Mapping[str, Any]]) -> None:
+    def _connect(self, share: LocalStages, groups: Groups, reports: Sequence[Mapping[str, Any]]) -> None:
         """Create the engine's stages, and connect them to the stages of other ranks."""
         devices = share.device_of
         cpu = torch.device("cpu")
         every, layout = laid_out(share.every, [devices.get(j, cpu) for j in range(len(self._ranks))])
         stages = [every[j] for j in share.numbers]
         routes = [(source, target) for _, source, target in layout.routes]
-        processes = self._joined(share, routes, groups, told)
+        processes = self._joined(share, routes, groups, reports)
         streams, workers = self._copy_streams(share), Workers(share.devices)
         self._pipeline = Pipeline(stages, layout, streams, workers, processes, offload=self._offload)
 
     def _joined(
-        self, share: LocalStages, routes: Sequence[tuple[int, int]], groups: Groups, told: Sequence[Mapping[str, Any]]
+        self,
+        share: LocalStages,
+        routes: Sequence[tuple[int, int]],
+        groups: Groups,
+        reports: Sequence[Mapping[str, Any]],
     ) -> RankProcesses:
         """Connect to the other ranks, with channels between neighbors and for these ``routes``."""
-        self._trained = sorted(j for each in told for j in each["trained"])
-        self._processes = RankProcesses(share, routes, groups, self._ranks, self._replicas, told)
+        self._trained = sorted(j for each in reports for j in each["trained"])
+        self._processes = RankProcesses(share, routes, groups, self._ranks, self._replicas, reports)
         return self._processes
 
     def _copy_streams(self, share: LocalStages) -> list[CopyStreams]:
         streams = {device: CopyStreams.on(device) for device in share.devices}  # shared: torch has few, see MOST
         return [streams[each] for each in share.devices]
 
-    def _made_alike(self, module: nn.Module, transport: str) -> dict[str, Any]:
+    def _creation_to_match(self, module: nn.Module, transport: str) -> dict[str, Any]:
         """Return the values that must be equal on all ranks at construction, keyed by names for error messages."""
         return {
             "balance": self._balance,

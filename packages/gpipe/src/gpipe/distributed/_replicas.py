@@ -72,14 +72,14 @@ class Replicas:
     def announce(self, method: str) -> None:
         """Synchronize at the begin of a call that all replicas make together. ValueError if one makes another call."""
         if self.are_there:
-            expect_same(self.meeting.meet({METHOD: method}), self.meeting.groups.members, METHOD)
+            expect_same(self.meeting.all_gather({METHOD: method}), self.meeting.groups.members, METHOD)
 
     def _tell_late(self, error: BaseException) -> None:
         """Send an error that was raised after replicas have synchronized to those that wait to average gradients."""
         if self._may_average and self.are_there:
             self._may_average = False
             with suppress(LostRankError):
-                self.meeting.meet({METHOD: "average_gradients", **_failure(error)})
+                self.meeting.all_gather({METHOD: "average_gradients", **_failure(error)})
 
     def close(self) -> None:
         self.meeting = ObjectExchange(ALONE)
@@ -94,7 +94,7 @@ class Replicas:
         self._met = True
         failed: list[str] = []
         with suppress(LostRankError):  # raised below
-            reports = self.meeting.meet({METHOD: "step", **({} if error is None else _failure(error))})
+            reports = self.meeting.all_gather({METHOD: "step", **({} if error is None else _failure(error))})
             failed = [
                 each["failed"] for k, each in enumerate(reports) if "failed" in each and k != self.meeting.groups.me
             ]
@@ -104,8 +104,8 @@ class Replicas:
         if error is not None and not is_of_gloo(str(error)):
             return
         self.meeting.expect_open()
-        for told in sorted(failed, key=is_of_gloo):  # errors that are only consequences of others come last
-            raise RemoteError(f"another replica has failed: {told}") from None
+        for text in sorted(failed, key=is_of_gloo):  # errors that are only consequences of others come last
+            raise RemoteError(f"another replica has failed: {text}") from None
         expect_same(reports, self.meeting.groups.members, METHOD)
         self._may_average = True
 

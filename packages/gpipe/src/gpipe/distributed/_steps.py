@@ -164,9 +164,9 @@ class RankStepping(Stepping):
 
         After the block, all ranks have the micro-batches' row counts.
         """
-        with self._processes.opening() as found:
+        with self._processes.begin_call() as found:
             self._expect_layers()
-            found.alike = self._called_alike(method, schedule)
+            found.must_match = self._call_to_match(method, schedule)
             parallel = synced_over(self._synced) | sharded_over(self)
             self._parallel = set().union(*parallel.values())
             if method == "step":
@@ -185,7 +185,7 @@ class RankStepping(Stepping):
         # The first trained stage sends no input gradient, so there is nothing to compute before its weight gradients.
         return Choice("1f1b" if name == "auto" else name, tuple(self._trained[1:]) if name in SPLITTING else ())
 
-    def _called_alike(self, method: str, schedule: Schedule | str | None) -> dict[str, Any]:
+    def _call_to_match(self, method: str, schedule: Schedule | str | None) -> dict[str, Any]:
         """Return the values that must be equal on all ranks in a call, keyed by names for error messages."""
         return {
             METHOD: method,

@@ -40,20 +40,20 @@ def write(state: dict[str, Any], folder: Path, meeting: ObjectExchange) -> None:
             raise FileNotFoundError(_NOT_SHARED.format(folder.parent))
         planner.set_up_planner(state, writer.storage_meta(), me == 0)
         writer.set_up_storage_writer(me == 0)
-        planned.told = {"plan": writer.prepare_local_plan(planner.create_local_plan())}
+        planned.sent = {"plan": writer.prepare_local_plan(planner.create_local_plan())}
     with agreement(meeting, "save, division") as divided, allow_signals():
         if me == 0:
-            plans, metadata = planner.create_global_plan([each["plan"] for each in planned.heard])
-            divided.told = {"plans": writer.prepare_global_plan(plans)}
+            plans, metadata = planner.create_global_plan([each["plan"] for each in planned.received])
+            divided.sent = {"plans": writer.prepare_global_plan(plans)}
     with agreement(meeting, "save, writing") as written, allow_signals():
-        own = planner.finish_plan(divided.heard[0]["plans"][me])
-        written.told = {"results": writer.write_data(own, planner).wait()}
+        own = planner.finish_plan(divided.received[0]["plans"][me])
+        written.sent = {"results": writer.write_data(own, planner).wait()}
     with agreement(meeting, "save, end"), allow_signals():
         if me == 0:
-            for results in (each["results"] for each in written.heard):
+            for results in (each["results"] for each in written.received):
                 if any(not (folder / each.storage_data.relative_path).is_file() for each in results):
                     raise FileNotFoundError(_NOT_SHARED.format(folder.parent))
-            writer.finish(metadata, [each["results"] for each in written.heard])
+            writer.finish(metadata, [each["results"] for each in written.received])
 
 
 class Stored:
@@ -79,9 +79,11 @@ class Stored:
             "the model has no": sizes.keys() - names,
             "it has different shapes for": {name for name in shapes if shapes[name] != sizes.get(name, shapes[name])},
         }
-        told = [f"{what} {', '.join(sorted(found)[:_SHOWN])}" for what, found in complaints.items() if found]
-        if told:
-            raise ValueError(f"the checkpoint in {str(self._folder)!r} is of a different model: {'; '.join(told)}")
+        differences = [f"{what} {', '.join(sorted(found)[:_SHOWN])}" for what, found in complaints.items() if found]
+        if differences:
+            raise ValueError(
+                f"the checkpoint in {str(self._folder)!r} is of a different model: {'; '.join(differences)}"
+            )
 
     def model(self, own: Mapping[str, Any]) -> dict[str, Any]:
         targets = {f"model.{name}": _like(value) for name, value in own.items()}

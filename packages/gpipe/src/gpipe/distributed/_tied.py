@@ -177,15 +177,15 @@ class TiedTensors:
         return found
 
 
-def expect_alike(told: Sequence[Mapping[int, TiedState]], members: Sequence[int]) -> None:
+def expect_equal_copies(states: Sequence[Mapping[int, TiedState]], members: Sequence[int]) -> None:
     """Raise ValueError unless all copies of each tensor are equal.
 
     Args:
-        told: the states of each member's copies, by tensor index.
+        states: the states of each member's copies, by tensor index.
         members: the global rank of each member.
     """
     first: dict[int, tuple[int, TiedState]] = {}
-    for rank, copies in zip(members, told, strict=True):
+    for rank, copies in zip(members, states, strict=True):
         for number, state in copies.items():
             owner, own = first.setdefault(number, (rank, state))
             if rank != owner and not own.is_like(state):

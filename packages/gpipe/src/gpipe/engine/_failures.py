@@ -46,7 +46,7 @@ class Failures:
             self._errors.append((when, error))
             self.earliest = when if self.earliest is None else min(self.earliest, when)
 
-    def hear(self, when: When) -> None:
+    def add_remote(self, when: When) -> None:
         """Record that another process has cancelled the run because of a failure at that time."""
         with self._lock:
             self.earliest = when if self.earliest is None else min(self.earliest, when)
