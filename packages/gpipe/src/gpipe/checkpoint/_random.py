@@ -207,7 +207,7 @@ class CellRNG:
         if self._device is not None and _identity(generator) not in self._others:
             self._others[_identity(generator)] = generator, state_of(generator)
 
-    def again(self, device: torch.device) -> CellRNG:
+    def fork(self, device: torch.device) -> CellRNG:
         """Return the same random numbers for layers of the cell on ``device`` that are recomputed separately."""
         return CellRNG(self._run, self.microbatch, self._first, device, self.module)
 

@@ -195,7 +195,7 @@ def open_device_links(
     groups, directions = meeting.groups, direct(channels, backends)
     if not directions:
         return DeviceLinks(groups)
-    device_links = DeviceLinks(groups.again("present"))
+    device_links = DeviceLinks(groups.connect_again("present"))
     with agreement(meeting):
         _expect_few(directions, devices)
         # All ranks open links in the same order, so the two ends of the first link that is not open yet always meet.

@@ -62,7 +62,7 @@ class Groups(NamedTuple):
         self.peers.add(member)
         return Peer(self.gloo, member, out, into, timeout=timeout)
 
-    def again(self, name: str) -> Groups:
+    def connect_again(self, name: str) -> Groups:
         """Connect the same members once more, under this name."""
         store = _torch.PrefixStore(name, self.store)
         gloo = dist.ProcessGroupGloo(store, self.me, len(self.members), timeout=self.timeout)
@@ -122,7 +122,7 @@ def open_groups(group: Group | None, timeout: timedelta | None, announce: Announ
         _count(group, me, -1)  # as on the other members, which have not called this
         raise
     try:
-        return Groups(members, me, None, timeout, store, set(), itertools.count(_MEETINGS)).again("messages")
+        return Groups(members, me, None, timeout, store, set(), itertools.count(_MEETINGS)).connect_again("messages")
     except RuntimeError as error:
         missing = [member for k, member in enumerate(members) if _count(group, k, 0) < count]
         if not missing:

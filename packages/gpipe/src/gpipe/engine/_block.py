@@ -58,7 +58,7 @@ class Block:
         # Clones of tensors that share memory would not receive each other's changes.
         apart = len(set(map(storage_id, inputs.tensors))) == len(inputs.tensors)
         forward = BlockForward(self, compute, context, current.work.rng)
-        output = forward.first(value, detach_leaves(inputs), may_change=self._clones and apart)
+        output = forward.forward(value, detach_leaves(inputs), may_change=self._clones and apart)
         self._clones = self._clones and versions(inputs) != before
         return output, forward
 
@@ -71,13 +71,13 @@ class BlockForward:
         self._compute = compute
         self._context = context
         # Separate generators: the recomputation restarts them, while the cell's generators have advanced.
-        self._random = random.again(block.stage.device)
+        self._random = random.fork(block.stage.device)
         self._repeat: Repeat | None = None
         self._thread = get_ident()
         # Weak references, so that a tensor is freed as soon as the operation that saved it has run its backward.
         self._saved: list[ref[_Saved]] = []
 
-    def first(self, value: Any, inputs: Activation, *, may_change: bool) -> Any:
+    def forward(self, value: Any, inputs: Activation, *, may_change: bool) -> Any:
         """Return the output for ``value``; drop the saved tensors unless the forward cannot be repeated."""
         recomputation = self._block.recomputation
         before = recomputation.before(inputs, may_change=may_change)
@@ -90,12 +90,12 @@ class BlockForward:
                 saved.tensor = None
         return outputs.value
 
-    def early(self) -> None:
+    def recompute_early(self) -> None:
         """Recompute the layers now, before a backward needs what they save."""
         if self._repeat is not None and any(saved.tensor is None for saved in self._held()):
-            self.again()
+            self.recompute()
 
-    def again(self) -> None:
+    def recompute(self) -> None:
         """Recompute the layers, and replace the dropped tensors by the newly saved ones."""
         found: list[_Saved] = []
 
@@ -152,7 +152,7 @@ class _Saved:
 
     def load(self) -> Tensor:
         if self.tensor is None:
-            self._forward.again()
+            self._forward.recompute()
         assert self.tensor is not None
         if self.tensor._version != self._version:  # torch does not check tensors returned by hooks
             raise changed_in_place(self._kind[0], "a checkpointed layer")

@@ -132,7 +132,7 @@ class StageRun:
             if i >= self._checkpoint_stop:
                 return Work(skips, step, graph_task, i, "", random, statistics)
             # The recomputation repeats these random numbers, although the stage draws more before it.
-            random = random.again(self.stage.device)
+            random = random.fork(self.stage.device)
             return Work(skips, step, graph_task, i, "checkpointing", random, statistics)
         if kind == Kind.RECOMPUTE and (repeat := self._cells[i].repeat) is not None:
             return Work(skips, step, graph_task, i, "recomputing", repeat.random, None, base.recompute_under)

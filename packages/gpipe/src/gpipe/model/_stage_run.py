@@ -330,7 +330,7 @@ class ModelStageRun(StageRun):
         """Recompute the last block, which the backward needs first, while its gradients are on their way."""
         calls = self._turns[i][self.stage.index].calls
         if calls:
-            calls[-1].early()
+            calls[-1].recompute_early()
 
     def loss(self, i: int) -> None:
         with self._run.on_streams(), use_device(self.stage.device):
