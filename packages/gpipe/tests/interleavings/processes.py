@@ -20,6 +20,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from typing import NoReturn
 
 from packages.streams.tests.fakes import in_child
@@ -32,6 +33,8 @@ from .interrupted import TRIALS, prepared, show
 STATUS = 7
 PATIENCE = 60
 """Seconds after which a child counts as hanging."""
+WAITS = 1
+"""Seconds that a step waits for the fork of a different thread, and its child."""
 
 
 class LeftError(Exception):
@@ -93,15 +96,20 @@ def answered(writer: int, trial: Trial) -> NoReturn:
 def forks_elsewhere(trial: Callable[[], Trial], at: int) -> str:
     """Fork this process in a different thread while a step is at place ``at``; return what is wrong."""
     own = trial()
-    answers: list[str] = []
+    forked: list[Future[str]] = []
 
     def child() -> None:
         new = trial()
         new.expect_all_well()
         new.pipe.close()
 
-    act = lambda: answers.append(started(lambda: in_child(child)).result(10 * PATIENCE))  # noqa: E731
+    def act() -> None:
+        forked.append(started(lambda: in_child(child)))
+        # At some places, this thread holds a lock for which the fork waits. Then the fork happens a bit later.
+        wait(forked, WAITS)
+
     Interrupts(FILES, at, act=act).during(own.step)
+    answers = [each.result(10 * PATIENCE) for each in forked]
     within(10, own.expect_all_well)
     within(10, own.pipe.close)
     return "" if answers in ([], ["None"]) else answers[0]
