@@ -42,7 +42,7 @@ from .module._transforms import not_compiled, refuse_transforms
 from .schedule import Choice, Schedule
 from .skip import verify_skippables
 from .transport._copy import CopyStreams
-from .values._leaves import as_value
+from .values._leaves import Activation, as_value
 
 
 class GPipe(Stepping):
@@ -185,8 +185,7 @@ class GPipe(Stepping):
     @checkpoint.setter
     def checkpoint(self, mode: str | Sequence[str]) -> None:
         modes = expect_fitting(checked_modes(mode), len(self._balance))
-        with self._workers.run_lock.entered():
-            self.__dict__["_checkpoint"] = modes
+        self._workers.run_lock.run(lambda: self.__dict__.update(_checkpoint=modes))
 
     @property
     def last_schedule(self) -> Choice | None:
@@ -221,18 +220,19 @@ class GPipe(Stepping):
             return inputs.bare
         batches, versions = self._cut(inputs)
         self._warn_of_batch(len(batches))
-        with self._pipeline.run_lock.entered():
+
+        def run() -> Sequence[Activation]:
             spec = self._pipeline.spec(self._size(len(batches), trains=torch.is_grad_enabled()))
-            outputs = compute_outputs(self._pipeline, spec, batches, versions)
-        return self._gathered(outputs, batches)
+            return compute_outputs(self._pipeline, spec, batches, versions)
+
+        return self._gathered(self._pipeline.run_lock.run(run), batches)
 
     def close(self) -> None:
         """Stop the worker threads, which otherwise stop when the pipe is freed. The next use starts new ones.
 
         Waits until a run on another thread has finished.
         """
-        with self._workers.run_lock.entered():
-            self._workers.close()
+        self._workers.run_lock.run(self._workers.close)
 
     def __len__(self) -> int:
         return len(self._layers())
@@ -353,10 +353,10 @@ class GPipe(Stepping):
             The result of that method: usually the tensors by name.
         """
         # While a run has loaded a stage, its modules hold copies.
-        with self._workers.run_lock.entered() if self._offload else nullcontext():
-            if self._model is None:
-                return super().state_dict(*args, **kwargs)
-            return self._model.state_dict(*args, **kwargs)
+        state_dict = super().state_dict if self._model is None else self._model.state_dict
+        if not self._offload:
+            return state_dict(*args, **kwargs)
+        return self._workers.run_lock.run(lambda: state_dict(*args, **kwargs))
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load a state dict with the names of the wrapped module.

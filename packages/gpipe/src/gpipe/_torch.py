@@ -7,7 +7,7 @@ such as ``_version`` and ``_modules``, are not listed here.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType
@@ -280,6 +280,9 @@ def is_profiled() -> bool:
     return torch.autograd.profiler._is_profiler_enabled
 
 
+set_grad_mode: Callable[[bool], None] = torch._C._set_grad_enabled
+"""Sets grad mode. Without it: a signal could interrupt ``torch.set_grad_enabled`` before it has an effect."""
+
 # The torch function modes of a thread. Without these names: a mode that checks the operations between blocks would also
 # slow down each operation inside them.
 
@@ -290,6 +293,14 @@ pop_function_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
 def function_modes() -> Iterator[Any]:
     """Return the modes of this thread, from the innermost to the outermost."""
     return map(torch._C._get_function_stack_at, reversed(range(torch._C._len_torch_function_stack())))
+
+
+def set_function_modes(modes: Sequence[Any]) -> None:
+    """Make ``modes`` the modes of this thread, from the innermost to the outermost."""
+    while torch._C._len_torch_function_stack():
+        pop_function_mode()
+    for each in reversed(modes):
+        push_function_mode(each)
 
 
 def call_functions_by(call: Callable[[type, Callable[..., Any], tuple[Any, ...]], Any]) -> None:

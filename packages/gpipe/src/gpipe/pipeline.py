@@ -18,6 +18,7 @@ from .module._arguments import numbered
 from .schedule._modes import Stops, stop_of_each
 from .skip import SkipLayout, inspect_skip_layout
 from .transport._copy import CopyStreams
+from .values._leaves import Activation
 from .values._sharing import guarded
 
 __all__ = ["Pipeline"]
@@ -78,7 +79,9 @@ class Pipeline:
                 earliest error in the schedule is raised. ``batches`` are unchanged.
         """
         trains, stages = torch.is_grad_enabled(), len(self._checkpoint_stops)
-        with self._pipeline.run_lock.entered():
+
+        def run() -> Sequence[Activation]:
             size = self._pipeline.size(len(self.batches), self._checkpoint_stops if trains else (0,) * stages)
-            outputs = compute_outputs(self._pipeline, self._pipeline.spec(size), list(self.batches), Versions())
-        self.batches[:] = [Batch(guarded(batch).value) for batch in outputs]
+            return compute_outputs(self._pipeline, self._pipeline.spec(size), list(self.batches), Versions())
+
+        self.batches[:] = [Batch(guarded(batch).value) for batch in self._pipeline.run_lock.run(run)]

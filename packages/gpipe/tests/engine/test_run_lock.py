@@ -164,9 +164,7 @@ def test_threads_may_enter_and_leave_different_pipes() -> None:
             return self is other
 
     def work(run_lock: RunLock, inside: Callable[[], Any]) -> None:
-        with run_lock.entered():
-            run_lock.claim([torch.zeros(1)])
-            inside()
+        run_lock.run(lambda: (run_lock.claim([torch.zeros(1)]), inside()))
 
     def enter_and_leave() -> None:
         work(RunLock(), lambda: (entered.set(), leave.wait(300)))

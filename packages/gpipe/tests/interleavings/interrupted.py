@@ -19,37 +19,47 @@ from packages.streams.tests.interleavings.interrupts import Interrupts, Place, r
 from ..layers import within
 from ..test_interrupts import FILES, Trial
 
-TRIALS = (
-    ("1f1b", "never", True),
-    ("1f1b", "never", False),
-    (None, "always", False),
-    ("zero_bubble", "except_last", False),
-    ("counted", "always", False),
-    ("evaluate", "never", False),
+Options = tuple[str | None, str, bool, bool, bool]
+TRIALS: tuple[Options, ...] = (
+    ("1f1b", "never", True, False, False),
+    ("1f1b", "never", False, False, False),
+    ("1f1b", "never", False, False, True),
+    (None, "always", False, False, False),
+    ("zero_bubble", "except_last", False, False, False),
+    ("counted", "always", False, False, False),
+    ("evaluate", "never", False, False, False),
+    (None, "always", False, True, False),
+    (None, "never", True, True, True),
+    ("1f1b", "never", False, True, False),
 )
+"""The arguments of :class:`Trial`."""
 
 
-def failures(way: str | None, mode: str, inline: bool, every: int) -> Iterator[tuple[Place | None, Exception | None]]:
+def failures(options: Options, every: int) -> Iterator[tuple[Place | None, Exception | None]]:
     """Yield the place of each interrupt and the error of the next step; None for both if it succeeds."""
-    trial = prepared(way, mode, inline)
+    trial = prepared(options)
     places = Interrupts(FILES)
     places.during(trial.step)
     for at in representatives(places.places)[::every]:
-        if not Interrupts(FILES, at).during(trial.step):
+        interrupts = Interrupts(FILES, at)
+        if not interrupts.during(trial.step):
             continue  # later steps may run fewer lines, because the properties of the layers are known
         try:
+            trial.expect_nothing_left()
             within(10, trial.expect_all_well)
+            interrupts.error = None
+            trial.expect_nothing_left()  # the frames are freed, which ends generators late
         except Exception as error:
-            yield places.places[at - 1], error
-            trial = prepared(way, mode, inline)
+            yield interrupts.interrupts[0], error
+            trial = prepared(options)
         else:
             yield None, None
 
 
-def failures_twice(way: str | None, mode: str, inline: bool, every: int) -> Iterator[tuple[Place | None, str]]:
+def failures_twice(options: Options, every: int) -> Iterator[tuple[Place | None, str]]:
     """Do the same with a second interrupt, at a random place while the first one is handled."""
     rng = random.Random(0)
-    trial = prepared(way, mode, inline)
+    trial = prepared(options)
     places = Interrupts(FILES)
     places.during(trial.step)
     for at in representatives(places.places)[::every]:
@@ -65,11 +75,17 @@ def failures_twice(way: str | None, mode: str, inline: bool, every: int) -> Iter
         try:
             within(10, trial.expect_all_well)
         except Exception as error:
-            yield places.places[at - 1], f"then {described(once.places[then - 1])}: {error!r}"
-            trial = prepared(way, mode, inline)
+            first, *second = twice.interrupts or [places.places[at - 1]]
+            yield first, f"then {', '.join(map(described, second))}: {error!r}"
+            trial = prepared(options)
         else:
-            if twice.interrupts == 2:
+            if len(twice.interrupts) == 2:
                 yield None, ""
+
+
+def named(options: Options) -> str:
+    way, mode, inline, blocks, tied = options
+    return " ".join([way or "call", mode, "inline" if inline else "threads", "model" * blocks, "tied" * tied]).strip()
 
 
 def described(place: Place) -> str:
@@ -77,8 +93,8 @@ def described(place: Place) -> str:
     return f"{code.co_filename}, {code.co_qualname}, instruction {instruction}"
 
 
-def prepared(way: str | None, mode: str, inline: bool) -> Trial:
-    trial = Trial(way, mode, inline)
+def prepared(options: Options) -> Trial:
+    trial = Trial(*options)
     trial.step()
     trial.step()
     return trial
@@ -99,13 +115,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     failed = False
     print(f"{'step':<36} {'interrupts':>10} {'failed':>7} {'seconds':>8}")
-    for way, mode, inline in TRIALS:
+    for trial in TRIALS:
         begin = time.monotonic()
-        name = f"{way or 'call'} {mode} {'inline' if inline else 'threads'}"
-        failed |= show(name, [*failures(way, mode, inline, options.every)] if options.every else [], begin)
+        failed |= show(named(trial), [*failures(trial, options.every)] if options.every else [], begin)
         begin = time.monotonic()
         if options.twice:
-            failed |= show(f"{name} twice", [*failures_twice(way, mode, inline, options.twice)], begin)
+            failed |= show(f"{named(trial)} twice", [*failures_twice(trial, options.twice)], begin)
     return int(failed)
 
 

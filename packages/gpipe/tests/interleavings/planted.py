@@ -134,7 +134,7 @@ FAULTS = [
     Fault("a cycle of waits is not detected", EXCLUSIVE, "            _expect_no_cycle(wanted, {*mine})\n", "", ("each-other",)),
     Fault("a wait is recorded after the check of both", EXCLUSIVE, "            _waits[get_ident()] = mine, wanted\n", "", ("each-other",)),
     Fault("the lock of the generators is not among the waits", GENERATORS, "holding(_GENERATORS, _lock)", "_lock", ("pipe-in-a-block",)),
-    Fault("close does not wait for a run", "gpipe._gpipe", "        with self._workers.run_lock.entered():\n            self._workers.close()",
+    Fault("close does not wait for a run", "gpipe._gpipe", "        self._workers.run_lock.run(self._workers.close)",
           "        self._workers.close()", ("closed-while-computing",)),
     # gradients and random numbers
     Fault("copies of tied weights are not summed", RUN, "return add_to({}, self._tied.joined(gradients) if self._tied.shares else gradients)",

@@ -28,7 +28,7 @@ from packages.streams.tests.interleavings.interrupts import Interrupts, Place, r
 
 from ..layers import started, within
 from ..test_interrupts import FILES, Trial
-from .interrupted import TRIALS, prepared, show
+from .interrupted import TRIALS, Options, named, prepared, show
 
 STATUS = 7
 PATIENCE = 60
@@ -132,15 +132,15 @@ WAYS = {"exit": exits, "fork": forks, "fork elsewhere": forks_elsewhere}
 
 
 def failures(
-    what: Callable[[Callable[[], Trial], int], str], way: str | None, mode: str, inline: bool, every: int
+    what: Callable[[Callable[[], Trial], int], str], options: Options, every: int
 ) -> Iterator[tuple[Place | None, str]]:
     """Yield each place with what is wrong there; None and "" if nothing is."""
     places = Interrupts(FILES)
-    counted = prepared(way, mode, inline)
+    counted = prepared(options)
     places.during(counted.step)
     counted.pipe.close()  # a fork has no threads then
     for at in representatives(places.places)[::every]:
-        wrong = what(lambda: prepared(way, mode, inline), at)
+        wrong = what(lambda: prepared(options), at)
         yield (places.places[at - 1], wrong) if wrong else (None, "")
 
 
@@ -152,10 +152,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = False
     print(f"{'step':<36} {'places':>10} {'failed':>7} {'seconds':>8}")
     for name, what in WAYS.items():
-        for way, mode, inline in TRIALS:
+        for trial in TRIALS:
             begin = time.monotonic()
-            title = f"{name}: {way or 'call'} {mode}{' inline' if inline else ''}"
-            failed |= show(title, [*failures(what, way, mode, inline, options.every)], begin)
+            failed |= show(f"{name}: {named(trial)}", [*failures(what, trial, options.every)], begin)
     return int(failed)
 
 

@@ -22,6 +22,7 @@ from gpipe._current import current
 from gpipe._torch import is_intercepting
 from gpipe.checkpoint import _operations
 from gpipe.engine import _run_lock
+from gpipe.model import _called
 from gpipe.schedule import Kind
 
 from ..layers import assert_same, linear, on_backward, rows, squares, trained
@@ -238,6 +239,8 @@ def expect_nothing_left(pipe: GPipe) -> None:
     assert torch.is_grad_enabled()
     assert not torch.is_inference_mode_enabled()
     assert not is_intercepting()
+    assert not torch._C._len_torch_function_stack()
+    assert _called._thread.by is None
     assert current.work.step is None
     assert _run_lock._inside.holds == _run_lock._inside.serves == ()
     assert not _run_lock._claimed

@@ -40,13 +40,17 @@ class Interrupts:
     Attributes:
         count: the number of places since the last interrupt.
         places: the places after all interrupts.
-        interrupts: the number of interrupts.
+        interrupts: the places of the interrupts.
+        error: the KeyboardInterrupt that left ``work``, with its traceback. As in an interactive session, the frames
+            live as long as it does.
     """
 
     def __init__(self, files: Collection[str], *at: int, act: Callable[[], object] = interrupt) -> None:
         self._files, self._at, self._act = tuple(files), [each for each in at if each], act
-        self.count = self.interrupts = 0
+        self.count = 0
+        self.interrupts: list[Place] = []
         self.places: list[Place] = []
+        self.error: KeyboardInterrupt | None = None
         self._interrupted: list[tuple[FrameType, _Traced]] = []
 
     def during(self, work: Callable[[], object]) -> bool:
@@ -55,9 +59,10 @@ class Interrupts:
         sys.settrace(self._begin)
         try:
             work()
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
             sys.settrace(before)
             assert self.interrupts  # otherwise the test itself was interrupted
+            self.error = error
             return True
         finally:
             sys.settrace(before)
@@ -77,7 +82,8 @@ class Interrupts:
             self.places.append((frame.f_code, frame.f_lasti))
         elif self.count == self._at[0]:
             del self._at[0]
-            self.count, self.interrupts = 0, self.interrupts + 1
+            self.count = 0
+            self.interrupts.append((frame.f_code, frame.f_lasti))
             try:
                 self._act()
             except BaseException:

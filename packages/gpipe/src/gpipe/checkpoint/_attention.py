@@ -121,8 +121,8 @@ def chosen_kernels() -> Kernels:
 def own_kernels(kernels: Kernels) -> Iterator[None]:
     """Return a context in which this thread of a pipe uses ``kernels``."""
     before = _chosen.get()
-    _chosen.set(kernels)
     try:
+        _chosen.set(kernels)
         yield
     finally:
         _chosen.set(before)

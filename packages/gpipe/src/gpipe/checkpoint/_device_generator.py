@@ -31,8 +31,8 @@ class DeviceGenerator:
             return
         # Later forwards have advanced the generator, and the next ones continue from there.
         now: Tensor = self._module.get_rng_state(self._device)
-        self._module.set_rng_state(self._state, self._device)
         try:
+            self._module.set_rng_state(self._state, self._device)
             yield
         finally:
             self._module.set_rng_state(now, self._device)

@@ -123,8 +123,8 @@ def own_cache(caches: bool) -> Iterator[None]:
         yield
         return
     with _process.replaced() if caches else nullcontext():
-        _own.set({} if caches else None)
         try:
+            _own.set({} if caches else None)
             yield
         finally:
             _own.set(before)

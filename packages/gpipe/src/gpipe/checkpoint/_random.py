@@ -221,8 +221,8 @@ class CellRNG:
         others, self._others = [*self._others.values()], {}
         # The next forward of the layer continues from these states, as if the recomputation had drawn nothing.
         now = [(generator, state_of(generator)) for generator, _ in others]
-        _set_states(others)
         try:
+            _set_states(others)
             with self._device.rewound():
                 yield
         finally:

@@ -91,7 +91,8 @@ class ModelRank(ModelStepping, Rank, of_models=True):
             found.batches, found.whole = batches, self.out_spec is None
             found.must_match |= structure_of(inputs.bare)
             found.rows = Digests({"input": inputs.bare})
-        with torch.no_grad(), self._pipeline.run_lock.entered():
+
+        def run() -> Any:
             spec = self._pipeline.spec(self._size(len(batches), trains=False), seed=found.seed)
             outputs = compute_outputs(self._pipeline, spec._replace(replays=found.whole), batches, Versions())
             self._keep_facts(found.whole)
@@ -100,6 +101,9 @@ class ModelRank(ModelStepping, Rank, of_models=True):
             if self.out_spec is not None:
                 return gathered(outputs, batches, self.out_spec)
             return self._output_of(self._shown(), outputs, batches, inputs.bare)
+
+        with torch.no_grad():
+            return self._pipeline.run_lock.run(run)
 
     def _apply(self, fn: Any, recurse: bool = True) -> ModelRank:
         expect_same_device(fn, (*self.parameters(), *self.buffers()))

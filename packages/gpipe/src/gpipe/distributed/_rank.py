@@ -33,7 +33,7 @@ from ..module._transforms import refuse_transforms
 from ..schedule import Choice
 from ..skip import verify_skippables
 from ..transport._copy import CopyStreams
-from ..values._leaves import as_value
+from ..values._leaves import Activation, as_value
 from ._agreement import agreement, checksums, described
 from ._calls import announce_new, announce_new_replica, gradient_norm, register
 from ._deferred_signals import allow_signals, defer_signals
@@ -286,9 +286,12 @@ class Rank(RankStepping):
                 found.rows = Digests({"input": as_value(args, kwargs)})
         with torch.no_grad():
             size = self._size(len(found.batches), trains=False)
-            with self._pipeline.run_lock.entered():
+
+            def run() -> Sequence[Activation]:
                 spec = self._pipeline.spec(size, seed=found.seed)
-                outputs = compute_outputs(self._pipeline, spec, found.batches, Versions())
+                return compute_outputs(self._pipeline, spec, found.batches, Versions())
+
+            outputs = self._pipeline.run_lock.run(run)
         return self._gathered(outputs, found.batches) if self._pipeline.ends else None
 
     @defer_signals()
@@ -320,9 +323,12 @@ class Rank(RankStepping):
         calls of this :class:`Rank` raise RuntimeError. Other ranks that still wait for it raise
         :class:`gpipe.distributed.LostRankError`.
         """
-        with self._pipeline.run_lock.entered():
+
+        def close() -> None:
             self._processes.close()
             self._end_guards()
+
+        self._pipeline.run_lock.run(close)
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Refuse ``fully_shard``, which derives a class from that of the module it is applied to."""

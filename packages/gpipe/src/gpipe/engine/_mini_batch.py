@@ -100,15 +100,17 @@ def _attached(
         # The caller may have modified its tensors since the forward. Autograd then rejects its saved tensors.
         versions.sync()
         flowing = iter(seeds)
-        with pipeline.run_lock.entered():
-            pipeline.run_lock.claim(run.parameters)
-            if left and sum(thread.is_alive() for thread in pipeline.trainers) > 1:
-                raise RuntimeError(_SEVERAL_THREADS)
-            try:
-                found, own = run.backward([[*islice(flowing, count)] for count in counts], left)
-            except BaseException:
-                run.deferred.give_back(failed=True)  # an interrupt may arrive after the workers have finished
-                raise
+        return pipeline.run_lock.run(lambda: run_backward([[*islice(flowing, count)] for count in counts]))
+
+    def run_backward(seeds: Sequence[list[Tensor | None]]) -> list[Tensor | None]:
+        pipeline.run_lock.claim(run.parameters)
+        if left and sum(thread.is_alive() for thread in pipeline.trainers) > 1:
+            raise RuntimeError(_SEVERAL_THREADS)
+        try:
+            found, own = run.backward(seeds, left)
+        except BaseException:
+            run.deferred.give_back(failed=True)  # an interrupt may arrive after the workers have finished
+            raise
         return [*chain.from_iterable(found), *own]
 
     # DistributedDataParallel has hooks on the nodes of these parameters, which must receive one gradient that includes

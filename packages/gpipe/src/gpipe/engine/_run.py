@@ -284,8 +284,8 @@ class Run:
             failures.add(step, self._explained(error, step))
             self._transport.cancel()
         finally:
-            set_intercepting(intercepted)
             current.work = before
+            set_intercepting(intercepted)
 
     def _explained(self, error: BaseException, step: Step) -> BaseException:
         stage, action = self._stages[step.stage], step.action

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from threading import get_ident
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,9 +21,13 @@ from streams import waiting
 
 from .._current import current
 from .._forks import fork_lock
+from .._torch import set_grad_mode
 
 RunLocks = tuple[object, ...]
 """Run locks of pipes, and other things that one thread has at a time: see :func:`holding`."""
+
+
+T = TypeVar("T")
 
 
 class _Inside(threading.local):
@@ -119,9 +124,11 @@ class RunLock:
         self._lock = waiting.RLock()
         self._process: int | None = None  # the process of the thread inside
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Wait until no other thread is inside, then enter.
+    def run(self, work: Callable[[], T]) -> T:
+        """Wait until no other thread is inside, then return the result of ``work``, called inside.
+
+        This is no context manager, because an interrupt at the end of one can skip its end, or delay it until the
+        traceback is freed, when it would change the state of a later run.
 
         Raises:
             RuntimeError: waiting would be a deadlock, perhaps through further threads, or this process was forked
@@ -129,23 +136,25 @@ class RunLock:
         """
         # A hook that this thread calls between forwards and backwards may use the pipe, as no cell is computing.
         if self in _inside.holds:
-            yield
-            return
+            return work()
         self._expect_an_end()
         # Reentrant, because after an interrupt this thread may hold the lock although ``_inside`` does not record it.
         with waiting_for(self), self._lock:
             _waits.pop(get_ident(), None)
             self._process = os.getpid()
-            work, before, grad = current.work, (_inside.serves, _inside.holds), torch.is_grad_enabled()
+            activity, before, grad = current.work, (_inside.serves, _inside.holds), torch.is_grad_enabled()
             # An interrupt may arrive between any two lines, including the lines that restore the previous state.
             try:
                 _inside.holds = (*_inside.holds, self)
-                yield
+                return work()
             finally:
-                current.work, (_inside.serves, _inside.holds) = work, before
-                torch.set_grad_enabled(grad)  # torch.no_grad() does not restore it if interrupted
+                # Assignments first, because signals are handled only after calls.
+                current.work, (_inside.serves, _inside.holds) = activity, before
                 self._process = None
-                _claimed.pop(self, None)
+                try:
+                    set_grad_mode(grad)  # torch.no_grad() does not restore it if interrupted
+                finally:
+                    _claimed.pop(self, None)
 
     def claim(self, parameters: Sequence[Tensor]) -> None:
         """Claim the gradients that this thread will accumulate while it holds the lock.

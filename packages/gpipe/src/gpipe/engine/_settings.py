@@ -61,11 +61,12 @@ settings = _settings.get
 
 @contextmanager
 def with_settings(**changes: Any) -> Iterator[None]:
-    token = _settings.set(_settings.get()._replace(**changes))
+    before = _settings.get()
     try:
+        _settings.set(before._replace(**changes))
         yield
     finally:
-        _settings.reset(token)
+        _settings.set(before)
 
 
 @contextmanager

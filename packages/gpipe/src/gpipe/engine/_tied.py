@@ -140,9 +140,16 @@ class Tied:
             self._expect_unchanged(None)
         finally:
             self._looked = True
-            for (entries, name, copy), own in zip(self._swaps, before, strict=True):
-                if entries.get(name) is copy:  # a layer may have assigned something else
-                    entries[name] = own
+            try:
+                self._swap_back(before)
+            except BaseException:
+                self._swap_back(before)  # again after an interrupt
+                raise
+
+    def _swap_back(self, before: Sequence[Any]) -> None:
+        for (entries, name, copy), own in zip(self._swaps, before, strict=True):
+            if entries.get(name) is copy:  # a layer may have assigned something else
+                entries[name] = own
 
     def copy(self, tensor: Tensor, number: int, device: torch.device) -> Tensor:
         """Return a new copy of ``tensor`` for stage ``number``, which computes with it although it is not its own."""

@@ -15,6 +15,7 @@ from .._torch import (
     pop_function_mode,
     push_function_mode,
     saved_tensors_hooks,
+    set_function_modes,
     with_lost_weight,
 )
 from ..module._in_one_operation import HandlesPipes, in_one_operation
@@ -54,13 +55,28 @@ class Between(HandlesPipes):
         super().__init__()
         self.looks = looks
         self.only_here = looks.is_of_forward
+        self._around: list[Any] | None = None  # the modes outside this one while it is entered
         self._outside: object = None
         self._region: object = None
         self._has: set[bool] = set()
 
     def __enter__(self) -> Any:
         self._outside = saved_tensors_hooks()
+        self._around = [*function_modes()]
         return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: object) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """Leave the mode, if it is entered, even if an interrupt in :meth:`off` has changed the modes."""
+        if self._around is None:
+            return
+        if next(function_modes(), None) is self:
+            pop_function_mode()
+        else:
+            set_function_modes(self._around)
+        self._around = None
 
     @not_compiled
     def __torch_function__(
@@ -130,12 +146,22 @@ class Between(HandlesPipes):
         Modes that the model has entered since, such as ``torch.device(...)``, stay active. This one is removed and not
         just disabled, because a pipe inside a block captures the modes for its threads and for a later backward.
         """
-        below = _leave(self)
+        before = [*function_modes()]
+        try:
+            below = _leave(self)
+        except BaseException:
+            set_function_modes(before)
+            raise
         try:
             yield
         finally:
-            if below is not None:
-                _enter_above(self, below)
+            # After an interrupt this may run late, when the mode has been left.
+            if below is not None and self._around is not None:
+                try:
+                    _enter_above(self, below)
+                except BaseException:
+                    set_function_modes(before)
+                    raise
 
 
 def _leave(mode: Between) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any
@@ -25,8 +25,16 @@ def without_cache(model: nn.Module) -> Iterator[None]:
             config.use_cache = False
         yield
     finally:
-        for config in configs:
-            config.use_cache = True
+        try:
+            _use(configs)
+        except BaseException:
+            _use(configs)  # again after an interrupt
+            raise
+
+
+def _use(configs: Sequence[Any]) -> None:
+    for config in configs:
+        config.use_cache = True
 
 
 def expect_same_without_cache(model: nn.Module, inputs: Inputs) -> None:

@@ -66,13 +66,21 @@ def intercepted(calls: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]
     """
     # The attribute stays afterwards, as None, because a new attribute of a module counts as a change of its state.
     before = {module: vars(module).setdefault("_compiled_call_impl", None) for module in calls}
+
+    def restore() -> None:
+        for module, own in before.items():
+            vars(module)["_compiled_call_impl"] = own
+
     try:
         for module, call in calls.items():
             vars(module)["_compiled_call_impl"] = _Interception(call, before[module] or module._call_impl)
         yield
     finally:
-        for module, own in before.items():
-            vars(module)["_compiled_call_impl"] = own
+        try:
+            restore()
+        except BaseException:
+            restore()  # again after an interrupt
+            raise
 
 
 class _Interception(partial[Any]):

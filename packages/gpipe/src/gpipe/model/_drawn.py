@@ -34,9 +34,9 @@ class Draws:
     @contextmanager
     def watched(self) -> Iterator[None]:
         before = is_intercepting()
-        set_intercepting(True)
         self._before = generator_states()
         try:
+            set_intercepting(True)
             with doing(rng=self):
                 yield
         finally:

@@ -149,8 +149,8 @@ def _seen(pipe: Computing, module: nn.Module) -> nn.Module:
 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    with self._pipe._run_lock.entered():
-        return generate(self._module, {*self._pipe._blocks.values()}, *args, **kwargs)
+    blocks = {*self._pipe._blocks.values()}
+    return self._pipe._run_lock.run(lambda: generate(self._module, blocks, *args, **kwargs))
 
 
 _classes: dict[type[nn.Module], type[Any]] = {}

@@ -73,8 +73,8 @@ def _unchanged(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Iterator[No
     before = is_intercepting()
     interception.prepare()
     with every_generator_restored(()):
-        set_intercepting(True)
         try:
+            set_intercepting(True)
             with undrawn(), attributes_kept(model.modules()):
                 yield
         finally:

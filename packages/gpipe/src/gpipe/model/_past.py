@@ -63,18 +63,22 @@ class Past:
         if is_answered_by(self) or self._run_lock in locks_of_thread():
             yield
             return
-        with self._run_lock.entered():
-            if not self._count:
-                self._scope.enter_context(self._intercepted(compute))
-            self._count += 1
+        self._run_lock.run(partial(self._begin, compute))
         try:
             with answered_by(self), self._on_device():
                 yield
         finally:
-            with self._run_lock.entered():
-                self._count -= 1
-                if not self._count:
-                    self._scope.close()
+            self._run_lock.run(self._end)
+
+    def _begin(self, compute: Compute) -> None:
+        if not self._count:
+            self._scope.enter_context(self._intercepted(compute))
+        self._count += 1
+
+    def _end(self) -> None:
+        self._count -= 1
+        if not self._count:
+            self._scope.close()
 
     def _intercepted(self, compute: Compute) -> AbstractContextManager[None]:
         blocks = {block: partial(self._refuse, name) for name, block in self._blocks.items()}

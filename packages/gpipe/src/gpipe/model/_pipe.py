@@ -162,14 +162,17 @@ class ModelPipe(InstanceOfModel, ModelStepping, GPipe, of_models=True):
                 "generate() reads every parameter for each token, but offload=True keeps them on the host; generate "
                 "with a pipe of the same model that is made without offload="
             )
-        with self._workers.run_lock.entered():
-            return generate(self._whole_model, {*self._blocks.values()}, *args, **kwargs)
+        blocks = {*self._blocks.values()}
+        return self._run_lock.run(lambda: generate(self._whole_model, blocks, *args, **kwargs))
 
     def close(self) -> None:
         """End the threads of this pipe, which otherwise end when it is freed. The next use starts new ones."""
-        with self._workers.run_lock.entered():
+
+        def close() -> None:
             self._workers.close()
             self._shown().threads.close()
+
+        self._run_lock.run(close)
 
     def __len__(self) -> int:
         return len(self._blocks)

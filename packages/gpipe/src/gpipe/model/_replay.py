@@ -115,6 +115,7 @@ class Replay:
                     self._stage = len(self._devices) - 1
                     output = changed(output, self._returned)
         finally:
+            self._between.leave()  # again, in case an interrupt prevented it
             del self._between  # it refers to this object
         if self._calls != len(self._answers):
             raise _other(self._model, self._calls, len(self._answers))

@@ -95,12 +95,15 @@ class ModelStepping(Stepping):
         given = self._checked(inputs)
         batches, versions = self._cut(given, pipeline.divided.model)
         self._warn_of_batch(len(batches))
-        with pipeline.run_lock.entered():
+
+        def run() -> Any:
             spec = pipeline.spec(self._size(len(batches), trains=torch.is_grad_enabled()))
             outputs = compute_outputs(pipeline, spec._replace(replays=out_spec is None), batches, versions)
             if out_spec is not None:
                 return gathered(outputs, batches, out_spec)
             return self._output_of(pipeline, outputs, batches, given.bare)
+
+        return pipeline.run_lock.run(run)
 
     def _output_of(
         self, pipeline: ModelPipeline, outputs: Sequence[Activation], batches: Sequence[Batch], inputs: Any

@@ -214,11 +214,15 @@ class Stepping(PartitionedModule):
             warn_about_settings(training=is_trained, is_patched=is_patched)
         updates = None if optimizer is None else self._updates_by(optimizer)
         call = Call("step", input, target, arguments, loss_fn, reduction, normalizer, return_outputs)
-        with self._pipeline.run_lock.entered(), ExitStack() as scope:
-            prepared = self._prepared(call, schedule, scope)
-            self._warn_of_batch(len(prepared.batches))
-            self._train(prepared._replace(updates=updates), schedule)
-            return self._returned(prepared, call)
+
+        def run() -> Any:
+            with ExitStack() as scope:
+                prepared = self._prepared(call, schedule, scope)
+                self._warn_of_batch(len(prepared.batches))
+                self._train(prepared._replace(updates=updates), schedule)
+                return self._returned(prepared, call)
+
+        return self._pipeline.run_lock.run(run)
 
     @not_compiled
     def evaluate(
@@ -259,12 +263,16 @@ class Stepping(PartitionedModule):
         True
         """
         call = Call("evaluate", input, target, arguments, loss_fn, reduction, normalizer, return_outputs)
-        with self._pipeline.run_lock.entered(), ExitStack() as scope:
-            prepared = self._prepared(call, None, scope)
-            with torch.no_grad():
-                spec = self._pipeline.spec(prepared.size, loss=prepared.losses, seed=prepared.seed)
-                evaluate(self._pipeline, spec, prepared.batches)
-            return self._returned(prepared, call)
+
+        def run() -> Any:
+            with ExitStack() as scope:
+                prepared = self._prepared(call, None, scope)
+                with torch.no_grad():
+                    spec = self._pipeline.spec(prepared.size, loss=prepared.losses, seed=prepared.seed)
+                    evaluate(self._pipeline, spec, prepared.batches)
+                return self._returned(prepared, call)
+
+        return self._pipeline.run_lock.run(run)
 
     def _pin(self) -> None:
         """Pin the memory of parameters on the host again, after a cast."""
