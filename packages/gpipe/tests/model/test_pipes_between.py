@@ -245,7 +245,10 @@ def test_disabled_mode_returns_to_its_place(around: int, inside: int, change: in
     between, outer, inner = Between(Looks()), [Mode() for _ in range(around)], [Mode() for _ in range(inside)]
     others = [Mode() for _ in range(change)]
     try:
-        for mode in (*outer, between, *inner):
+        for mode in outer:
+            push_function_mode(mode)
+        between.__enter__()
+        for mode in inner:
             push_function_mode(mode)
         with between.off():
             assert [*function_modes()] == [*reversed([*outer, *inner]), *before]
@@ -256,6 +259,8 @@ def test_disabled_mode_returns_to_its_place(around: int, inside: int, change: in
                 pop_function_mode()
         left = inner[: max(inside + min(change, 0), 0)]
         assert [*function_modes()] == [*reversed([*outer, between, *left, *others]), *before]
+        between.leave()
+        assert between not in function_modes()
     finally:
         while [*function_modes()] != before:
             pop_function_mode()
