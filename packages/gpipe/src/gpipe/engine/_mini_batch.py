@@ -76,8 +76,11 @@ def train(pipeline: Pipeline, spec: RunSpec, batches: Sequence[Batch]) -> None:
     except BaseException as error:
         if spec.updates is not None:
             spec.updates.stop()
-        run.deferred.give_back(failed=True)
-        _restore(run, empty, error, adds or run.adds)
+        try:
+            run.deferred.give_back(failed=True)
+        finally:
+            run.deferred.give_back(failed=True)  # the rest, after a second interrupt
+            _restore(run, empty, error, adds or run.adds)
         if spec.updates is not None:
             spec.updates.give_back(error)
         raise
@@ -109,7 +112,11 @@ def _attached(
         try:
             found, own = run.backward(seeds, left)
         except BaseException:
-            run.deferred.give_back(failed=True)  # an interrupt may arrive after the workers have finished
+            # An interrupt may arrive after the workers have finished, and a second one in this.
+            try:
+                run.deferred.give_back(failed=True)
+            finally:
+                run.deferred.give_back(failed=True)
             raise
         return [*chain.from_iterable(found), *own]
 
