@@ -11,6 +11,7 @@ import pytest
 from packages.streams.tests.interleavings.explore import explore, repeat
 
 from .interleavings.catalogue import ORDERS_ONLY, PROGRAMS
+from .interleavings.planted import FAULTS, ROOT, Fault, planted_source
 from .interleavings.scenarios import INJECTS, fast
 
 SHORT = ("1f1b", "call-model", "two-callers", "nested-and-inner", "freed-between")
@@ -53,3 +54,10 @@ def test_runs_that_failed_once_are_right(name: str) -> None:
 def test_interrupt_at_each_wait_of_regressions(name: str) -> None:
     found = explore(PROGRAMS[name], preemptions=0, injections=1, most=10, injects=INJECTS)
     assert not found.failures, found.failures[0].error
+
+
+@pytest.mark.skipif(not (ROOT / "packages" / "gpipe" / "src").exists(), reason="these are the tests of a wheel")
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.what.replace(" ", "-"))
+def test_planted_fault_fits_the_sources(fault: Fault) -> None:
+    path, source = planted_source(fault)
+    assert source != path.read_text()

@@ -130,7 +130,7 @@ FAULTS = [
     Fault("parameters are not claimed", MINI_BATCH, "    run = Run(pipeline, spec)\n    pipeline.run_lock.claim(run.parameters)\n", "    run = Run(pipeline, spec)\n", ("shared-parameters",)),
     Fault("parameters are claimed after the check", EXCLUSIVE, "            _claimed[self] = parameters\n", "            pass\n",
           ("shared-parameters",)),
-    Fault("the claim is not released", EXCLUSIVE, "                _claimed.pop(self, None)\n", "", STEP),
+    Fault("the claim is not released", EXCLUSIVE, "                    _claimed.pop(self, None)\n", "                    pass\n", STEP),
     Fault("a cycle of waits is not detected", EXCLUSIVE, "            _expect_no_cycle(wanted, {*mine})\n", "", ("each-other",)),
     Fault("a wait is recorded after the check of both", EXCLUSIVE, "            _waits[get_ident()] = mine, wanted\n", "", ("each-other",)),
     Fault("the lock of the generators is not among the waits", GENERATORS, "holding(_GENERATORS, _lock)", "_lock", ("pipe-in-a-block",)),
@@ -196,7 +196,9 @@ def planted_source(fault: Fault) -> tuple[Path, str]:
     path = ROOT / "packages" / package / "src" / Path(*fault.module.split(".")).with_suffix(".py")
     text = path.read_text()
     assert text.count(fault.before) == 1, f"{fault.what}: {text.count(fault.before)} places"
-    return path, text.replace(fault.before, fault.after) + EXTRA.get(fault.module, "")
+    planted = text.replace(fault.before, fault.after) + EXTRA.get(fault.module, "")
+    compile(planted, str(path), "exec")  # a syntax error would count as noticed
+    return path, planted
 
 
 def explored(fault: Fault) -> int:
