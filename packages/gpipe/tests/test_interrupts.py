@@ -60,6 +60,9 @@ class Trial:
 
     def expect_all_well(self) -> None:
         self.expect_nothing_left()
+        self.expect_right_step()
+
+    def expect_right_step(self) -> None:
         self.pipe.zero_grad()
         self.calls.clear()
         self.step()

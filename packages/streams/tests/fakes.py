@@ -59,14 +59,19 @@ def settle(future: Future[T], call: Callable[[], T]) -> None:
         future.set_exception(error)
 
 
+def end_after(seconds: float) -> None:
+    """Let a signal end this process after some seconds, unless it has ended by then."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a parent may have its own time limit
+    signal.alarm(int(seconds))
+
+
 def in_child(call: Callable[[], object]) -> str:
     """Return ``repr`` of the result or exception of ``call`` in a fork of this process; a hanging fork is killed."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
         try:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the parent may have its own time limit
-            signal.alarm(int(PATIENCE))
+            end_after(PATIENCE)
             try:
                 answer = repr(call())
             except BaseException as error:

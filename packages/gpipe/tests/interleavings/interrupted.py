@@ -85,7 +85,8 @@ def failures_twice(options: Options, every: int) -> Iterator[tuple[Place | None,
 
 def named(options: Options) -> str:
     way, mode, inline, blocks, tied = options
-    return " ".join([way or "call", mode, "inline" if inline else "threads", "model" * blocks, "tied" * tied]).strip()
+    words = [way or "call", mode, "inline" if inline else "threads", "model" * blocks, "tied" * tied]
+    return " ".join(filter(None, words))
 
 
 def described(place: Place) -> str:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from typing import NoReturn
 
-from packages.streams.tests.fakes import in_child
+from packages.streams.tests.fakes import end_after, in_child
 from packages.streams.tests.interleavings.interrupts import Interrupts, Place, representatives
 
 from ..layers import started, within
@@ -46,11 +46,12 @@ def exits(trial: Callable[[], Trial], at: int) -> str:
     with tempfile.TemporaryFile() as output:
         child = os.fork()
         if not child:
+            end_after(PATIENCE)
             os.dup2(output.fileno(), 2)
             step = trial().step
             Interrupts(FILES, at, act=lambda: sys.exit(STATUS)).during(step)
             os._exit(STATUS)  # the step has fewer places than the one that was counted
-        status = status_of(child)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         output.seek(0)
         text = output.read().decode(errors="replace")
     return "" if status == STATUS and not text else f"status {status}: {text.strip() or 'no output'}"
@@ -65,9 +66,10 @@ def forks(trial: Callable[[], Trial], at: int) -> str:
     def act() -> None:
         child = os.fork()
         if not child:
+            end_after(PATIENCE)
             raise LeftError
         children.append(child)
-        status_of(child)
+        os.waitpid(child, 0)
 
     try:
         Interrupts(FILES, at, act=act).during(own.step)
@@ -100,7 +102,7 @@ def forks_elsewhere(trial: Callable[[], Trial], at: int) -> str:
 
     def child() -> None:
         new = trial()
-        new.expect_all_well()
+        new.expect_right_step()  # the process still has the claim of the parent's step
         new.pipe.close()
 
     def act() -> None:
@@ -113,19 +115,6 @@ def forks_elsewhere(trial: Callable[[], Trial], at: int) -> str:
     within(10, own.expect_all_well)
     within(10, own.pipe.close)
     return "" if answers in ([], ["None"]) else answers[0]
-
-
-def status_of(child: int) -> int:
-    """Return the exit status of a child, which is killed if it hangs."""
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.002)
-    os.kill(child, 9)
-    os.waitpid(child, 0)
-    return -9
 
 
 WAYS = {"exit": exits, "fork": forks, "fork elsewhere": forks_elsewhere}

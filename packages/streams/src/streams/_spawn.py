@@ -25,9 +25,9 @@ class _Worker:
         self.in_queue: InQueue = waiting.SimpleQueue()
         self.out_queue: OutQueue = waiting.SimpleQueue()
         self.ended = waiting.Event()
-        # If the block is freed without being left, its dead reference tells the worker to end. Nothing waits, because
-        # this may happen on any thread, and no Python code runs that a signal could interrupt. The thread keeps the
-        # reference, because one that is freed together with the block would tell nobody.
+        # If the block is freed without being left, this reference is put into the queue, and ends the worker. No Python
+        # code runs, which a signal could interrupt, and nothing waits, as this may happen on any thread. The thread
+        # keeps the reference: if it were freed together with the block, its callback would not be called.
         freed = weakref.ref(block, self.in_queue.put)  # type: ignore[arg-type]
         blocks = [partial(nullcontext, freed), partial(watched, self.in_queue, self.ended)]
         blocks += [context.applied, partial(use_device, device)]

@@ -115,7 +115,7 @@ def parameter_bytes(measured: Measured) -> int:
     return sum(each.parameter_bytes + each.trainable_bytes for each in measured.profile) + sum(measured.optimizer)
 
 
-def suggestions(candidate: Candidate) -> list[str]:
+def host_notes(candidate: Candidate) -> list[str]:
     """Return the notes of a plan about what is on the host."""
     measured, notes = candidate.costs.measured, list[str]()
     host, of_parameters = measured.host, parameter_bytes(measured)

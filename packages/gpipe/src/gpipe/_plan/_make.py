@@ -29,7 +29,7 @@ from ._costs import Measured
 from ._data import Alternative, Expected, Prediction, layer_keys
 from ._dry_run import ACCOUNT, dry_run
 from ._fake_devices import FakeDevices, read_fake
-from ._host import NOTE, read_host, suggestions
+from ._host import NOTE, host_notes, read_host
 from ._infeasible import expect_host, explain, recompute_blocks
 from ._links import described, measured_host_bandwidth
 from ._loss import read_loss
@@ -326,7 +326,7 @@ def _plan_of(found: Sequence[Candidate], request: Request, spread: Expected, not
             request.loss.note(best.schedule, whole=measured.whole_loss),
             best.note,
             *_told_speeds(measured),
-            *suggestions(best),
+            *host_notes(best),
         ),
     )
 

@@ -204,8 +204,9 @@ def _figures(data: Tensor, widest: torch.dtype) -> Tensor:
     values). Unlike one narrow sum, this is exact to a few roundings of the norm, even if all values are positive.
     """
     kind = widest if not data.is_floating_point() else torch.float32 if data.dtype in HALVES else data.dtype
-    rows = data.sum(-1, dtype=kind), torch.linalg.vector_norm(data.to(kind), dim=-1)
-    return torch.stack([rows[0].sum(dtype=widest), torch.linalg.vector_norm(rows[1], dtype=widest)])
+    data = data.to(kind)
+    sums, norms = data.sum(-1), torch.linalg.vector_norm(data, dim=-1)
+    return torch.stack([sums.sum(dtype=widest), torch.linalg.vector_norm(norms, dtype=widest)])
 
 
 def _dense(gradient: Tensor | None) -> Tensor | None:
