@@ -5,6 +5,8 @@ import copy
 from pathlib import Path
 from types import SimpleNamespace
 
+import microbatch
+import streams
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,8 +19,8 @@ from gpipe import GPipe
 from .interleavings.scenarios import expect_nothing_left
 from .layers import MODES, Row, assert_same, counted, linears, rows, running, squares, trained, within
 
-OURS = str(Path(gpipe.__file__).parents[3])
-FILES = (OURS, contextlib.__file__, torch.autograd.grad_mode.__file__, torch.overrides.__file__)
+OURS = [str(Path(package.__file__).parent) for package in (gpipe, microbatch, streams)]
+FILES = (*OURS, contextlib.__file__, torch.autograd.grad_mode.__file__, torch.overrides.__file__)
 """Our packages, and the beginning and end of ``with`` blocks, of changes of grad mode, and of function modes."""
 WAYS = (None, "fill_drain", "1f1b", "zero_bubble", "counted", "evaluate")
 
@@ -103,3 +105,12 @@ def test_step_after_interrupt_is_right(
         interrupts.error = None
         trial.expect_nothing_left()  # the frames are freed, which ends generators late
     within(30, trial.pipe.close)
+
+
+def test_every_file_has_places() -> None:
+    trial = Trial("1f1b", "never", inline=False, blocks=True)
+    trial.step()
+    places = Interrupts(FILES)
+    places.during(trial.step)
+    names = {code.co_filename for code, _ in places.places}
+    assert not [file for file in FILES if not any(name.startswith(file) for name in names)]

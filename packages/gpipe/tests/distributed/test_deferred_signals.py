@@ -30,7 +30,7 @@ from gpipe.distributed._messages import RemoteLink
 
 from .planted import batch, network
 
-SOURCES = str(Path(_deferred_signals.__file__).parent)
+SOURCES = Path(_deferred_signals.__file__).parent
 
 
 class Stop(BaseException):
@@ -147,7 +147,8 @@ class _Interrupt:
         self.lines = 0
 
     def __call__(self, frame: Any, event: str, value: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(SOURCES) or "signals" in frame.f_code.co_filename:
+        path = Path(frame.f_code.co_filename)
+        if not path.is_relative_to(SOURCES) or "signals" in path.name:
             return None
         if event == "line" and _deferred_signals._active is not None:  # not before or after the call
             self.lines += 1

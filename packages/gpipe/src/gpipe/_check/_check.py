@@ -128,7 +128,7 @@ def _recorded(
     inputs = Signal(unwrap(sample)[0], {})
     if isinstance(model, nn.Sequential):
         steps = walk(model, inputs)
-        record = Record(model, sample, target, dtype, steps, steps[-1].gave.output, [step.name for step in steps])
+        record = Record(model, sample, target, dtype, steps, steps[-1].result.output, [step.name for step in steps])
     else:
         units = units_of(model, blocks)
         steps, output, draws = walk_forward(model, units, inputs)
@@ -142,7 +142,7 @@ def _report(record: Record, loss: Loss, chunks: int, balance: Sequence[int] | No
     real = Cut(tuple(batch.rows[0] for batch in batches))
     if sum(real.rows) < 2:
         raise ValueError(f"sample has {sum(real.rows)} rows; a check compares micro-batches and needs at least two")
-    dims = real.dims(record.given.tensors(), [Signal(batch.value, {}).tensors() for batch in batches])
+    dims = real.dims(record.signal.tensors(), [Signal(batch.value, {}).tensors() for batch in batches])
     tolerance = _TOLERANCE.get(record.dtype, 5e-2)
     whole = record.output.value, unwrap(record.target)[0], sum(real.rows)
     own, is_once = loss.is_own(whole[0]), loss.rule(whole, real.rows) is None

@@ -85,27 +85,27 @@ def examine_forward(
     model = copied(record.model)
     if record.draws:
         quieten(model, record.units)
-    inputs = record.given
+    inputs = record.signal
     cut = finest(inputs, dims, real)
     outputs = _outputs_of(record, model, calls, dims, cut)
     own = OwnForward(model, record.units, [each.name for each in calls], ends=ends and not is_own)
-    given = Signal((inputs.value, [each.gave.output.value for each in calls]), {})
-    exam = _exam(own, given, outputs, dims, cut, real, tolerance) if outputs.is_known else None
+    signal = Signal((inputs.value, [each.result.output.value for each in calls]), {})
+    exam = _exam(own, signal, outputs, dims, cut, real, tolerance) if outputs.is_known else None
     findings = [Finding("random", None, type(model).__name__, "draws random numbers")] if record.draws else []
-    arguments = [tensor for each in calls for tensor in each.given.tensors()]
+    arguments = [tensor for each in calls for tensor in each.input.tensors()]
     if exam is None:
-        where, values = cut.guessed(arguments, dims), [[each.given.value for each in calls]] * len(cut.rows)
+        where, values = cut.guessed(arguments, dims), [[each.input.value for each in calls]] * len(cut.rows)
     else:
         where, found = exam.examine()
         findings += [_placed(finding, exam, calls) for finding in exam.findings]
         values = [value[0] for value in found]
-    again, apart = copied(model), copied(model)
+    rerun, split = copied(model), copied(model)
     rest = iter(where)
     for k, each in enumerate(calls):
-        rows = [next(rest) for _ in each.given.tensors()]
-        pieces = cut.signals(each.given, rows)
+        rows = [next(rest) for _ in each.input.tensors()]
+        pieces = cut.signals(each.input, rows)
         parts = [Signal(value[k], {}).replaced(piece.tensors()) for value, piece in zip(values, pieces, strict=True)]
-        layer, one, other = (copy.get_submodule(each.name) for copy in (model, again, apart))
+        layer, one, other = (copy.get_submodule(each.name) for copy in (model, rerun, split))
         unit = LayerCheck(*each[:3], layer, one, other, rows, cut, parts, real, tolerance, k > last)
         with each.context.applied():
             unit.examine()
@@ -116,25 +116,25 @@ def examine_forward(
 
 
 def _exam(
-    own: OwnForward, given: Signal, outputs: _Outputs, dims: Dims, cut: Cut, real: Cut, tolerance: float
+    own: OwnForward, signal: Signal, outputs: _Outputs, dims: Dims, cut: Cut, real: Cut, tolerance: float
 ) -> LayerCheck | None:
     """Return the examination of the model's own operations; None if the units' outputs are not all they need."""
-    again, apart = copied(own), copied(own)
+    rerun, split = copied(own), copied(own)
     try:
-        gave = attempt(copied(own), given)
+        result = attempt(copied(own), signal)
     except Exception:  # they may read attributes set by blocks; a pipe raises an error for these
         return None
     known = [*dims, *outputs.dims]
-    pieces = [piece.tensors() for piece in cut.signals(given, known)]
-    inputs = given.value[0]
+    pieces = [piece.tensors() for piece in cut.signals(signal, known)]
+    inputs = signal.value[0]
     parts = [Signal((inputs, v), {}).replaced(p) for v, p in zip(outputs.values, pieces, strict=True)]
-    return LayerCheck(None, given, gave, own, again, apart, known, cut, parts, real, tolerance, own.ends)
+    return LayerCheck(None, signal, result, own, rerun, split, known, cut, parts, real, tolerance, own.ends)
 
 
 def _placed(finding: Finding, exam: LayerCheck, calls: Sequence[LayerRun]) -> Finding:
     """Add the call whose arguments differ to the evidence of a finding about rows."""
     first = exam.first_differing() if finding.code in ("mixes-rows", "rows") else None
-    ends = accumulate(len(each.given.tensors()) for each in calls)
+    ends = accumulate(len(each.input.tensors()) for each in calls)
     name = next((each.name for each, end in zip(calls, ends, strict=True) if first is not None and first < end), None)
     return finding if name is None else finding._replace(evidence=f"{finding.evidence}\nin the arguments of {name!r}")
 
@@ -162,23 +162,23 @@ class OwnForward(nn.Module):
         output = None
         with suppress(Ended):
             output = _run(self.model, self.units, Signal(inputs, {}), known, fresh=False)
-        return known.given, output
+        return known.arguments, output
 
 
 class _Known:
     """Answer the calls of units with known outputs."""
 
     def __init__(self, calls: Sequence[str], outputs: Sequence[Any], *, ends: bool) -> None:
-        self.given: list[Any] = []
+        self.arguments: list[Any] = []
         self._calls, self._outputs, self._ends = calls, outputs, ends
 
     def call(self, stage: int, module: nn.Module, name: str, function: Any, args: Any, kwargs: Any) -> Any:
-        k = len(self.given)
+        k = len(self.arguments)
         if k == len(self._calls) or self._calls[k] != name:
             expected = repr(self._calls[k]) if k < len(self._calls) else "its end"
             raise OtherCallsError(f"the forward calls {name!r}, but on the full mini-batch it reaches {expected}")
         # Cloned, as the model may modify them in place later.
-        self.given.append(map_tensors(lambda tensor: tensor.clone(), Arguments(args, kwargs)))
+        self.arguments.append(map_tensors(lambda tensor: tensor.clone(), Arguments(args, kwargs)))
         if k + 1 == len(self._calls) and not self._ends:
             raise Ended
         return self._outputs[k]
@@ -196,18 +196,18 @@ class _Walker:
         self._instead = instead
 
     def call(self, stage: int, module: nn.Module, name: str, function: Any, args: Any, kwargs: Any) -> Any:
-        given = Signal(Arguments(args, kwargs), {})
-        given = given.replaced([*map(clone, given.tensors())])
+        signal = Signal(Arguments(args, kwargs), {})
+        signal = signal.replaced([*map(clone, signal.tensors())])
         with answered_by(None):
-            gave = self._attempt(module, given)
+            result = self._attempt(module, signal)
         context = Context.capture()
         context.variables = Variables()  # empty: each examination has its own
-        self.calls.append(LayerRun(name, given, gave._replace(roots=(), leaves=()), context))
-        return as_nonleaf(clone_leaves(Activation(gave.output.value))).value
+        self.calls.append(LayerRun(name, signal, result._replace(roots=(), leaves=()), context))
+        return as_nonleaf(clone_leaves(Activation(result.output.value))).value
 
-    def _attempt(self, module: nn.Module, given: Signal) -> LayerTrial:
+    def _attempt(self, module: nn.Module, signal: Signal) -> LayerTrial:
         try:
-            return attempt(module, given)
+            return attempt(module, signal)
         except Exception:
             if self._instead is None:
                 raise
@@ -238,20 +238,20 @@ class _Outputs(NamedTuple):
 
 def _outputs_of(record: Record, model: nn.Module, calls: Sequence[LayerRun], dims: Dims, cut: Cut) -> _Outputs:
     """Determine the row dimensions of each call's outputs from their shapes in forwards of micro-batches."""
-    guessed = [cut.guessed(each.gave.tensors(), dims) for each in calls]
+    guessed = [cut.guessed(each.result.tensors(), dims) for each in calls]
     walks = []
-    for k, part in enumerate(cut.signals(record.given, dims)):
+    for k, part in enumerate(cut.signals(record.signal, dims)):
         walked = copied(model)
-        walker = _Walker(lambda n, k=k: cut.signals(calls[n].gave.output, guessed[n])[k])  # type: ignore[misc]
+        walker = _Walker(lambda n, k=k: cut.signals(calls[n].result.output, guessed[n])[k])  # type: ignore[misc]
         with suppress(Exception), seeded(walked):
             _run(walked, record.units, part, walker)
         walks.append(walker.calls)
     found, is_known = _Outputs([], [[] for _ in walks], True), True
     for n, each in enumerate(calls):
-        whole, rows = each.gave.tensors(), guessed[n]
-        values = [each.gave.output.value] * len(walks)
+        whole, rows = each.result.tensors(), guessed[n]
+        values = [each.result.output.value] * len(walks)
         if all(n < len(walk) and walk[n].name == each.name for walk in walks):
-            parts = [walk[n].gave.output for walk in walks]
+            parts = [walk[n].result.output for walk in walks]
             try:
                 rows = cut.dims(whole, [part.tensors() for part in parts])
                 values = [part.value for part in parts]

@@ -22,28 +22,31 @@ class LayerCheck:
     """A layer, its run in the plain model, and its runs in isolation.
 
     Attributes:
-        name, given, gave: the layer's name, its input in the plain model, and its run there. The name is None for the
-            model's own operations.
+        name: the layer's name; None for the model's own operations.
+        input, result: its input in the plain model, and its run there.
         layer: the layer in its state before the forward.
-        again, apart: the layer in two more copies of the model: ``again`` runs on the full mini-batch, ``apart`` on
-            micro-batches. In ``apart``, each layer runs on all micro-batches before the next layer starts, so a layer
-            that reads the state of an earlier one finds its state after the last micro-batch.
-        dims: the row dimensions of the tensors of ``given``.
-        cut, parts: uneven micro-batches, and ``given`` for each of them.
+        rerun_layer: the layer in a copy of the model that runs on the full mini-batch once more.
+        microbatch_layer: the layer in a copy that runs on micro-batches. There, each layer runs on all micro-batches
+            before the next layer starts, so a layer that reads the state of an earlier one finds its state after the
+            last micro-batch.
+        dims: the row dimensions of the tensors of ``input``.
+        cut, parts: uneven micro-batches, and ``input`` for each of them.
         real: the micro-batches of the pipe.
         tolerance: the largest relative difference that counts as rounding.
         is_last: whether only the loss follows the layer.
         norms: the names of its modules that normalize by batch statistics.
-        ran: the division into micro-batches that ran. ``inputs`` are these micro-batches, ``whole`` and ``trials`` the
-            runs on the mini-batch and on them, ``copies`` the layers used, ``rows`` the row dimensions of the outputs.
+        used_cut, used_parts: the micro-batches that the layer ran on, which are ``real`` if it does not run on ``cut``.
+        copies: the layers that ran on the full mini-batch and on micro-batches.
+        whole, trials: the runs of these two.
+        rows: the row dimensions of the outputs.
     """
 
     name: str | None
-    given: Signal
-    gave: LayerTrial
+    input: Signal
+    result: LayerTrial
     layer: nn.Module
-    again: nn.Module
-    apart: nn.Module
+    rerun_layer: nn.Module
+    microbatch_layer: nn.Module
     dims: Dims
     cut: Cut
     parts: Sequence[Signal]
@@ -51,7 +54,7 @@ class LayerCheck:
     tolerance: float
     is_last: bool
     findings: list[Finding] = field(default_factory=list)
-    ran: Cut = field(default_factory=lambda: Cut(()))
+    used_cut: Cut = field(default_factory=lambda: Cut(()))
 
     def examine(self) -> tuple[Dims, Sequence[Any]]:
         """Compare the layer with itself on micro-batches, and its second run on the mini-batch with the first.
@@ -62,11 +65,11 @@ class LayerCheck:
         self._remark()
         failing = "impure", "fails after other copies of the model have run"
         try:
-            again = attempt(self.again, self.given)
+            rerun = attempt(self.rerun_layer, self.input)
             failing = "hard-coded-batch", "fails on a micro-batch, but not on the full mini-batch"
-            self._expect_repeated(again)
+            self._expect_repeated(rerun)
             if not broken(self.findings):
-                self._run(again)
+                self._run(rerun)
                 self._compare()
         except OtherCallsError as error:
             self._find("rows", "calls different modules for a micro-batch", str(error))
@@ -75,8 +78,8 @@ class LayerCheck:
         except Exception as error:
             self._find(*failing, f"{type(error).__name__}: {error}")
         # The next layer still gets micro-batches: one fault must not hide a second one.
-        if self.ran != self.cut or len(self.rows) != len(self.gave.tensors()) or broken(self.findings):
-            return self.cut.guessed(self.gave.tensors(), self.dims), [self.gave.output.value] * len(self.parts)
+        if self.used_cut != self.cut or len(self.rows) != len(self.result.tensors()) or broken(self.findings):
+            return self.cut.guessed(self.result.tensors(), self.dims), [self.result.output.value] * len(self.parts)
         return self.rows, [trial.output.value for trial in self.trials]
 
     def _find(self, code: str, message: str, evidence: str = "") -> None:
@@ -88,7 +91,7 @@ class LayerCheck:
         return type(layer).__name__
 
     def _remark(self) -> None:
-        if self.gave.used.drew:
+        if self.result.used.drew:
             self._find("random", "uses random numbers")
         # Norms are modules, and not part of a model's own operations.
         modules = self.layer.named_modules() if self.name is not None else ()
@@ -96,44 +99,44 @@ class LayerCheck:
         if self.norms:
             self._find("batchnorm", "normalizes each micro-batch by its own statistics", ", ".join(self.norms))
 
-    def _expect_repeated(self, again: LayerTrial) -> None:
-        apart = difference(self.gave.tensors(), again.tensors())
+    def _expect_repeated(self, rerun: LayerTrial) -> None:
+        deviation = difference(self.result.tensors(), rerun.tensors())
         # An impure layer may repeat itself by chance, for example if it reads a clock twice within its resolution.
-        if self.gave.used.impure:
-            self._find("impure", self.gave.used.impure)
-        elif apart > self.tolerance:
+        if self.result.used.impure:
+            self._find("impure", self.result.used.impure)
+        elif deviation > self.tolerance:
             message = "returns different outputs for the same input, state and seed"
-            self._find("impure", message, f"differs by {figure(apart)}")
+            self._find("impure", message, f"differs by {figure(deviation)}")
 
-    def _run(self, again: LayerTrial) -> None:
+    def _run(self, rerun: LayerTrial) -> None:
         """Run the layer on micro-batches, with dropout off and batch norms in evaluation mode."""
-        self.whole, self.copies = again, (self.again, self.apart)
+        self.whole, self.copies = rerun, (self.rerun_layer, self.microbatch_layer)
         # Masks and batch statistics of micro-batches differ by design. Without them, the rest can be compared.
-        if self.gave.used.drew or self.norms:
-            self.copies = self._calmed(), calm(self.apart, self.given, self.gave.used.drew)
-            self.whole = attempt(self.copies[0], self.given)
+        if self.result.used.drew or self.norms:
+            self.copies = self._calmed(), calm(self.microbatch_layer, self.input, self.result.used.drew)
+            self.whole = attempt(self.copies[0], self.input)
         try:
             self._run_parts(self.cut, self.parts)
         except Exception:
             # The layer may require a multiple of some number of rows. The pipe's micro-batches may satisfy it.
             self.copies = self.copies[0], self._calmed()
-            self._run_parts(self.real, self.real.signals(self.given, self.dims))
+            self._run_parts(self.real, self.real.signals(self.input, self.dims))
 
     def _run_parts(self, cut: Cut, inputs: Sequence[Signal]) -> None:
         self.trials = [attempt(self.copies[1], part) for part in inputs]
         self.rows = cut.dims(self.whole.tensors(), [trial.tensors() for trial in self.trials])
-        self.ran, self.inputs = cut, inputs
+        self.used_cut, self.used_parts = cut, inputs
 
     def _compare(self) -> None:
         """Compare outputs, then outputs with random numbers, then gradients and state. Stop at the first difference."""
         if not self.whole.used.drew:
-            apart = max([difference(*pair) for pair in self._outputs()], default=0.0)
+            deviation = max([difference(*pair) for pair in self._outputs()], default=0.0)
             # Even micro-batches may hide groups of rows. Exchanging rows finds these.
-            by = self._mixed() if self.ran != self.cut else 0.0
-            if max(apart, by) > self.tolerance:
-                return self._find_cause(apart)
+            by = self._mixed() if self.used_cut != self.cut else 0.0
+            if max(deviation, by) > self.tolerance:
+                return self._find_cause(deviation)
         found = len(self.findings)
-        if self.gave.used.drew:
+        if self.result.used.drew:
             self._compare_in_training()
         if not self.whole.used.drew and len(self.findings) == found:
             self._compare_gradients_and_state()
@@ -141,14 +144,14 @@ class LayerCheck:
 
     def first_differing(self) -> int | None:
         """Return the index of the first output tensor that differs on micro-batches; None if none is known."""
-        pairs = enumerate(self._outputs() if self.ran.rows else [])
+        pairs = enumerate(self._outputs() if self.used_cut.rows else [])
         return next((k for k, pair in pairs if difference(*pair) > self.tolerance), None)
 
     def _outputs(self) -> Iterator[tuple[Sequence[Tensor], Sequence[Tensor]]]:
         """Yield each output tensor but the loss, as pieces of the full output and as outputs of the micro-batches."""
         for k, (tensor, dim) in enumerate(zip(self.whole.tensors(), self.rows, strict=True)):
             if not self._is_loss(tensor):
-                yield self.ran.pieces(tensor, dim), [trial.tensors()[k] for trial in self.trials]
+                yield self.used_cut.pieces(tensor, dim), [trial.tensors()[k] for trial in self.trials]
 
     def _is_loss(self, tensor: Tensor) -> bool:
         return self.is_last and not tensor.dim()
@@ -156,36 +159,36 @@ class LayerCheck:
     def _compare_in_training(self) -> None:
         """Compare runs with random numbers: with the same seed, calls must agree and rows must be independent."""
         try:
-            first = attempt(copied(self.layer), self.inputs[0])
-            apart = difference(first.tensors(), attempt(self.again, self.inputs[0]).tensors())
+            first = attempt(copied(self.layer), self.used_parts[0])
+            deviation = difference(first.tensors(), attempt(self.rerun_layer, self.used_parts[0]).tensors())
         except Exception as error:
             message = "fails on a second micro-batch in training mode"
             return self._find("stateful", message, f"{type(error).__name__}: {error}")
-        if apart > self.tolerance:
-            self._find("stateful", "a second call returns a different output", f"differs by {figure(apart)}")
+        if deviation > self.tolerance:
+            self._find("stateful", "a second call returns a different output", f"differs by {figure(deviation)}")
         elif self._mixed(masks=True) > self.tolerance:
             self._find_cause(0.0, masks=True)
         return None
 
-    def _find_cause(self, apart: float, *, masks: bool = False) -> None:
-        """Find out why the outputs of micro-batches differ by ``apart`` from the output of the mini-batch."""
-        differs = f"micro-batches differ from the full mini-batch by {figure(apart)} of the largest value"
-        by, again = self._mixed(masks=masks), self.whole if masks else attempt(self.copies[0], self.given)
-        if difference(self.whole.tensors(), again.tensors()) > self.tolerance:
+    def _find_cause(self, deviation: float, *, masks: bool = False) -> None:
+        """Find out why the outputs of micro-batches differ by ``deviation`` from the output of the mini-batch."""
+        differs = f"micro-batches differ from the full mini-batch by {figure(deviation)} of the largest value"
+        by, repeated = self._mixed(masks=masks), self.whole if masks else attempt(self.copies[0], self.input)
+        if difference(self.whole.tensors(), repeated.tensors()) > self.tolerance:
             self._find("stateful", "a second call returns a different output for the same input and seed", differs)
         elif by > self.tolerance:
             proof = f"changing some rows of the input changes other rows of the output, by {figure(by)}"
             self._find("mixes-rows", "an output row depends on other rows of the input", proof)
-        elif apart >= ROUNDING and None in self.rows:
+        elif deviation >= ROUNDING and None in self.rows:
             self._find("rows-lost", "reduces over rows: each micro-batch returns its own value", differs)
-        elif apart >= ROUNDING:  # smaller differences are rounding in a lower precision
+        elif deviation >= ROUNDING:  # smaller differences are rounding in a lower precision
             self._find("rows", "depends on the number of rows, or on the position of a row", differs)
 
     def _mixed(self, *, masks: bool = False) -> float:
         """Return how much output rows change if different input rows change, with the same random numbers."""
         before, dims = self.whole, self.rows
         if masks:
-            before = attempt(self._calmed(masks=True), self.given) if self.norms else self.gave
+            before = attempt(self._calmed(masks=True), self.input) if self.norms else self.result
         if len(dims) != len(before.tensors()):
             dims = self.cut.guessed(before.tensors(), self.dims)
         rows = sum(self.cut.rows)
@@ -195,7 +198,7 @@ class LayerCheck:
         # Both halves, since rows may depend only on earlier rows.
         for half in (chosen, ~chosen):
             try:
-                after = attempt(self._calmed(masks=masks), exchanged(self.given, self.dims, half))
+                after = attempt(self._calmed(masks=masks), exchanged(self.input, self.dims, half))
             except Exception:  # a layer may reject reordered rows, which does not show whether it mixes them
                 continue
             if same(before.used.states, after.used.states):  # otherwise unchanged rows get different random numbers
@@ -209,7 +212,7 @@ class LayerCheck:
         except Exception as error:
             return self._find("gradient", "its backward fails on micro-batches", f"{type(error).__name__}: {error}")
         one, other = ([parameter.grad for parameter in layer.parameters()] for layer in self.copies)
-        compared = {"its parameters": difference(one, other, alike=True), "its input": self._apart_at_input()}
+        compared = {"its parameters": difference(one, other, alike=True), "its input": self._input_gradient_deviation()}
         tolerance = max(100 * self.tolerance, ROUNDING)
         wrong = [f"of {what}: by {figure(by)} of the largest" for what, by in compared.items() if by > tolerance]
         if wrong:
@@ -234,19 +237,19 @@ class LayerCheck:
         """Split a gradient into micro-batches. A tensor without rows gets an equal share for each of them."""
         if gradient is None or dim is None:
             return [None if gradient is None else gradient / len(self.trials)] * len(self.trials)
-        return self.ran.pieces(gradient, dim)
+        return self.used_cut.pieces(gradient, dim)
 
-    def _apart_at_input(self) -> float:
-        apart = [0.0]
+    def _input_gradient_deviation(self) -> float:
+        deviations = [0.0]
         for k, (leaf, dim) in enumerate(zip(self.whole.leaves, self.dims, strict=True)):
             if leaf.grad is not None and dim is not None:
                 found = [trial.leaves[k].grad for trial in self.trials]
-                apart.append(difference(self.ran.pieces(leaf.grad, dim), found, alike=True))
-        return max(apart)
+                deviations.append(difference(self.used_cut.pieces(leaf.grad, dim), found, alike=True))
+        return max(deviations)
 
     def _calmed(self, *, masks: bool = False) -> nn.Module:
         """Return a copy of the layer whose batch norms use running statistics, and without masks unless ``masks``."""
-        return calm(copied(self.layer), self.given, self.gave.used.drew and not masks)
+        return calm(copied(self.layer), self.input, self.result.used.drew and not masks)
 
 
 def broken(findings: Sequence[Finding]) -> bool:
@@ -257,9 +260,9 @@ def normalises(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
 
 
-def calm(layer: nn.Module, given: Signal, drew: bool) -> nn.Module:
+def calm(layer: nn.Module, signal: Signal, drew: bool) -> nn.Module:
     """Let batch norms in ``layer`` use running statistics. If it ``drew``, put it in evaluation mode. Return it."""
-    like = next((tensor for tensor in given.tensors() if tensor.is_floating_point()), torch.zeros(()))
+    like = next((tensor for tensor in signal.tensors() if tensor.is_floating_point()), torch.zeros(()))
     for module in layer.modules():
         if isinstance(module, _BatchNorm) and normalises(module):
             if module.running_mean is None:

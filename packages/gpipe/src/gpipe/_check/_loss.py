@@ -121,11 +121,11 @@ def examine_loss(loss: Loss, whole: LossPart, parts: Sequence[LossPart], toleran
         if rule is None:
             return
         try:
-            apart = difference([total], [loss.of_parts(rule, parts)])
+            deviation = difference([total], [loss.of_parts(rule, parts)])
         except Exception as error:
             yield Finding("loss", None, "", "the loss fails on a micro-batch", f"{type(error).__name__}: {error}")
             return
-        if apart > ROUNDING:
+        if deviation > ROUNDING:
             said = "a LossSum" if rule.weights is None else f"reduction={loss.reduction or 'mean'!r}"
             message = f"the losses of micro-batches do not add up to the mini-batch's loss as {said} says"
-            yield Finding("loss", None, "", message, f"differs by {figure(apart)}")
+            yield Finding("loss", None, "", message, f"differs by {figure(deviation)}")

@@ -24,8 +24,8 @@ class LayerRun(NamedTuple):
     """A call of a layer in the plain model's forward: the layer's name, input and run, and the context of the call."""
 
     name: str
-    given: Signal
-    gave: LayerTrial
+    input: Signal
+    result: LayerTrial
     context: Context
 
 
@@ -49,7 +49,7 @@ class Record(NamedTuple):
     draws: bool = False
 
     @property
-    def given(self) -> Signal:
+    def signal(self) -> Signal:
         return Signal(unwrap(self.inputs)[0], {})
 
 
@@ -58,10 +58,10 @@ def walk(layers: nn.Sequential, inputs: Signal) -> list[LayerRun]:
     for name, layer in copied(layers).named_children():
         waiting.update(signal.skips)  # until a layer pops them, not necessarily the next one
         pops = [key for module in layer.modules() if isinstance(module, Skippable) for key in module.poppable()]
-        given = Signal(signal.value, {key: waiting.pop(key) for key in pops if key in waiting})
-        gave = attempt(layer, given)._replace(roots=(), leaves=())
-        steps.append(LayerRun(name, given, gave, Context.capture()))
-        signal = gave.output
+        received = Signal(signal.value, {key: waiting.pop(key) for key in pops if key in waiting})
+        result = attempt(layer, received)._replace(roots=(), leaves=())
+        steps.append(LayerRun(name, received, result, Context.capture()))
+        signal = result.output
     return steps
 
 
@@ -70,19 +70,19 @@ def examine_all(
 ) -> tuple[list[Finding], Dims]:
     """Return the findings for all layers, and the row dimensions of the last output, given those of the first input."""
     # One copy of the model per kind of run, so that layers share state only within it.
-    cut, findings = finest(steps[0].given, dims, real), list[Finding]()
-    again, apart = copied(layers), copied(layers)
-    values: Sequence[Any] = [steps[0].given.value] * len(cut.rows)
+    cut, findings = finest(steps[0].input, dims, real), list[Finding]()
+    rerun, split = copied(layers), copied(layers)
+    values: Sequence[Any] = [steps[0].input.value] * len(cut.rows)
     # Keyed by identity: an output of a layer is the input of a later one, or its skip.
-    rows = dict(zip(map(id, steps[0].given.tensors()), dims, strict=True))
-    for step, layer, one, other in zip(steps, layers.children(), again.children(), apart.children(), strict=True):
-        where = [rows[id(tensor)] for tensor in step.given.tensors()]
-        pieces = [signal.tensors() for signal in cut.signals(step.given, where)]
-        parts = [Signal(v, step.given.skips).replaced(p) for v, p in zip(values, pieces, strict=True)]
+    rows = dict(zip(map(id, steps[0].input.tensors()), dims, strict=True))
+    for step, layer, one, other in zip(steps, layers.children(), rerun.children(), split.children(), strict=True):
+        where = [rows[id(tensor)] for tensor in step.input.tensors()]
+        pieces = [signal.tensors() for signal in cut.signals(step.input, where)]
+        parts = [Signal(v, step.input.skips).replaced(p) for v, p in zip(values, pieces, strict=True)]
         exam = LayerCheck(*step[:3], layer, one, other, where, cut, parts, real, tolerance, step is steps[-1])
         dims, values = exam.examine()
         findings += exam.findings
-        rows.update(zip(map(id, step.gave.tensors()), dims, strict=True))
+        rows.update(zip(map(id, step.result.tensors()), dims, strict=True))
     return findings, dims
 
 
@@ -100,7 +100,7 @@ def calmed(record: Record) -> nn.Module:
     """Return a copy of the model without dropout masks, whose batch norms use running statistics."""
     model = copied(record.model)
     for step in record.steps:
-        calm(model.get_submodule(step.name), step.given, step.gave.used.drew)
+        calm(model.get_submodule(step.name), step.input, step.result.used.drew)
     if record.draws:
         quieten(model, record.units)
     return model

@@ -101,8 +101,8 @@ def _problem(tolerance: float, expected: Results, run: Callable[[], Results]) ->
         found = run()
     except Exception as error:
         return _told(error)
-    apart = difference(list(expected.values()), [found[name] for name in expected], alike=True)
-    return f"loss or gradients differ by {figure(apart)} of the largest" if apart > tolerance else ""
+    deviation = difference(list(expected.values()), [found[name] for name in expected], alike=True)
+    return f"loss or gradients differ by {figure(deviation)} of the largest" if deviation > tolerance else ""
 
 
 def _told(error: Exception) -> str:

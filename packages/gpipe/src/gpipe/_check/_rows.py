@@ -163,5 +163,5 @@ def _wide(tensor: Tensor) -> Tensor:
     return dense.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
-def figure(apart: float) -> str:
-    return "a different shape, dtype or non-finite values" if math.isinf(apart) else f"{apart:.1e}"
+def figure(deviation: float) -> str:
+    return "a different shape, dtype or non-finite values" if math.isinf(deviation) else f"{deviation:.1e}"

@@ -69,9 +69,9 @@ def attempt(layer: nn.Module, signal: Signal) -> LayerTrial:
     store = dict(zip(signal.skips, skips, strict=True))
     with seeded(layer) as used, doing(skips=store):
         output = call(layer, value)
-    given = Signal(output, {key: skip for key, skip in store.items() if key not in signal.skips})
-    roots = given.tensors()
-    detached = given.replaced([tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in roots])
+    returned = Signal(output, {key: skip for key, skip in store.items() if key not in signal.skips})
+    roots = returned.tensors()
+    detached = returned.replaced([tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in roots])
     return LayerTrial(detached, used, roots, leaves.tensors)
 
 
