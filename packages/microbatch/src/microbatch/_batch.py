@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ._tree import flatten, is_tensors, leaves_of, unflatten
+from ._tree import flatten, is_tensors, list_leaves, unflatten
 
 Tensors = tuple[Tensor, ...]
 TensorOrTensors = Tensor | Tensors
@@ -77,7 +77,7 @@ class Batch:
             return (value,)
         if is_tensors(value):
             return value  # type: ignore[no-any-return]
-        return tuple(leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor))
+        return tuple(leaf for leaf in list_leaves(value) if isinstance(leaf, Tensor))
 
     def __len__(self) -> int:
         return len(self._tensors())

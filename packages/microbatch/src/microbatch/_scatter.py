@@ -14,7 +14,7 @@ from ._gather import concatenate
 from ._paths import LeafPath
 from ._rules import ROWS, Entries, Rule, Split
 from ._spec import cut_rules, entry_lists
-from ._tree import is_flat, is_tensors, leaves_of, unflatten
+from ._tree import is_flat, is_tensors, list_leaves, unflatten
 from ._versions import Versions
 
 Sizes = tuple[int, ...]
@@ -168,7 +168,7 @@ def _rows(
 
 
 def _story(value: Any, index: int, sizes: Sizes, root: str) -> str:
-    shape = tuple(leaves_of(value)[index].shape)
+    shape = tuple(list_leaves(value)[index].shape)
     return f"{len(sizes)} micro-batches of {LeafPath(value, index, root)} with shape {shape}"
 
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import TreeSpec
 from ._arguments import Arguments
 from ._paths import LeafPath, children, describe
 from ._rules import ROWS, Entries, Mean, NoValue, Replicate, Rule, Split, Sum, resolved, wraps
-from ._tree import flatten, leaves_of, unflatten
+from ._tree import flatten, list_leaves, unflatten
 
 
 class Leafwise(tuple[Rule, ...]):
@@ -76,7 +76,7 @@ def _inner_rules(leaf: Any, rule: Rule, place: LeafPath) -> list[Rule]:
     if not wraps(leaf):
         return [rule]
     own = replace(leaf, value=NoValue)
-    inner = leaves_of(leaf.value)
+    inner = list_leaves(leaf.value)
     if isinstance(own, Entries) and not inner:
         raise ValueError(f"{place} is given as Entries(), but there is nothing in it: {leaf.value!r:.60}")
     # A value without tensors can only be replicated, so an outer rule is not a conflict: it applies to other leaves.
@@ -107,7 +107,7 @@ def entry_lists(value: Any, rules: Sequence[Rule], place: str) -> list[list[Any]
         return []
     found, at = list[list[Any]](), 0
     for label, branch in branches:
-        count = len(leaves_of(branch))
+        count = len(list_leaves(branch))
         found += entry_lists(branch, rules[at : at + count], place + label)
         at += count
     return found
@@ -167,7 +167,7 @@ def _broadcast(tree: Any, spec: Any, path: str) -> Iterator[Rule]:
         yield from spec
         return
     if spec is None or (isinstance(spec, Split | Replicate | Entries | Mean | Sum) and not wraps(spec)):
-        yield from [spec] * len(leaves_of(tree))
+        yield from [spec] * len(list_leaves(tree))
         return
     wanted = children(spec)
     if wanted is None:
@@ -191,7 +191,7 @@ def _broadcast(tree: Any, spec: Any, path: str) -> Iterator[Rule]:
 
 def _refuse_packed(tree: Any, root: str) -> None:
     """Raise for a PackedSequence, whose consecutive rows belong to different samples."""
-    if any(map(_is_packed, leaves_of(tree, _is_packed))):
+    if any(map(_is_packed, list_leaves(tree, _is_packed))):
         raise TypeError(f"{root} has a PackedSequence, whose rows are not samples; pad it, and pack it in a layer")
 
 

@@ -53,7 +53,7 @@ def unflatten(leaves: Iterable[Any], tree: pytree.TreeSpec) -> Any:
     return pytree.tree_unflatten(leaves, tree)
 
 
-def leaves_of(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+def list_leaves(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
     """Return only the leaves. Nodes count as leaves if `is_leaf` returns True for them."""
     leaves = pytree.tree_leaves(value, is_leaf=is_leaf)
     return pytree.tree_leaves(opened(value), is_leaf=is_leaf) if _holds_plain(leaves) else leaves
