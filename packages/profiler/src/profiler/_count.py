@@ -18,8 +18,8 @@ from microbatch import Batch, flatten
 from ._allocations import AllocationTracker
 from ._data import LayerProfile
 from ._ends import SEED, copied, enter_batch, ones_backward_root
-from ._forms import form_of
-from ._skips import routes_of
+from ._forms import compute_form
+from ._skips import find_routes
 from ._storages import storages, tensor_bytes
 from ._walk import Visit, walk
 from .fake import blank_batch, blank_layer, fake_mode, faking
@@ -149,4 +149,4 @@ def count_key(layer: nn.Module, value: Batch) -> bytes | None:
 
     Layers with skips have no key.
     """
-    return None if routes_of(layer) else form_of((layer, flatten(value.value)))
+    return None if find_routes(layer) else compute_form((layer, flatten(value.value)))

@@ -12,7 +12,7 @@ import torch
 from ._storages import storages
 
 
-def form_of(value: Any) -> bytes | None:
+def compute_form(value: Any) -> bytes | None:
     """Return the form of ``value``; None if something in it cannot be pickled.
 
     Two values have the same form if their pickles are equal, and their tensors have the same shapes, strides and

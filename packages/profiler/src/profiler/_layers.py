@@ -13,7 +13,7 @@ LossFunction = Callable[[Any, Any], Any]
 """A function of an output and a target that returns a scalar loss, or a tuple that starts with one."""
 
 
-def layers_of(module: nn.Module) -> nn.Sequential:
+def get_layers(module: nn.Module) -> nn.Sequential:
     """Return the layers of ``module`` in execution order, with their names.
 
     ``module`` is an ``nn.Sequential``, or iterates over its children and runs them in order, like ``GPipe``.

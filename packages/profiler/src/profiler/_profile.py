@@ -24,7 +24,7 @@ from ._arguments import (
     sizing_device,
 )
 from ._count import count_layers
-from ._layers import LossFunction, LossLayer, layers_of, with_loss
+from ._layers import LossFunction, LossLayer, get_layers, with_loss
 from ._record import Profile
 from ._times import Round, measure, medians
 
@@ -80,7 +80,7 @@ def profile(
     >>> found.costs("saved_bytes"), found["0"].parameter_bytes
     ([48, 48], 60)
     """
-    chain = layers_of(module)
+    chain = get_layers(module)
     check_no_gradient(chain)
     check_number("timeout", timeout, positive=True)
     wanted = [None] if rows is None else check_rows(rows, chunks)
@@ -171,7 +171,7 @@ def profile_seconds(
 
 
 def _rounds(module: nn.Module, sample: Any, timeout: float, device: Device | None) -> list[Round]:
-    chain = layers_of(module)
+    chain = get_layers(module)
     check_no_gradient(chain)
     check_number("timeout", timeout, positive=True)
     device = running_device(device)
@@ -209,7 +209,7 @@ def profile_sizes(
     >>> profile_sizes(model, torch.rand(8, 4), chunks=2, param_scale=2.0, device="cpu")  # 4 rows of 3 floats each
     [168, 48]
     """
-    chain = layers_of(module)
+    chain = get_layers(module)
     check_number("param_scale", param_scale, positive=False)
     device = sizing_device(chain, device)
     with _isolated(device):

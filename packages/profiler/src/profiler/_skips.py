@@ -75,7 +75,7 @@ class SkipLayer(Protocol):
 Route = Callable[[SkipStore], AbstractContextManager[object]]
 
 
-def routes_of(layer: nn.Module) -> list[Route]:
+def find_routes(layer: nn.Module) -> list[Route]:
     """Return the method of each :class:`SkipLayer` in `layer`."""
     found = (getattr(child, "route_skips", None) for child in layer.modules())
     return [route for route in found if route is not None]
@@ -84,6 +84,6 @@ def routes_of(layer: nn.Module) -> list[Route]:
 @contextmanager
 def routed(layer: nn.Module, store: SkipStore) -> Iterator[None]:
     with ExitStack() as stack:
-        for route in routes_of(layer):
+        for route in find_routes(layer):
             stack.enter_context(route(store))
         yield

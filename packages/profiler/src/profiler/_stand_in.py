@@ -22,7 +22,7 @@ from streams import add_note, waiting
 
 from ._allocations import AllocationTracker
 from ._ends import enter
-from ._forms import form_of
+from ._forms import compute_form
 from ._storages import storages
 from .memory import held_bytes, is_plain
 from .sandbox import copied
@@ -57,9 +57,9 @@ def _tensors(layer: nn.Module) -> list[Tensor]:
 
 def _forward(made: nn.Module, layer: nn.Module, known: Known, *args: Any, **kwargs: Any) -> Any:
     leaves, tree = flatten((args, kwargs))
-    inputs, trained = tensors_in(leaves), trained_of(made)
+    inputs, trained = tensors_in(leaves), list_trained(made)
     situation = [_form(leaf) for leaf in leaves], torch.is_grad_enabled(), _autocast()
-    key = form_of(layer) or id(layer), form_of((situation, tree)) or repr(situation)
+    key = compute_form(layer) or id(layer), compute_form((situation, tree)) or repr(situation)
     if key not in known:
         known[key] = _seen(layer, leaves, tree)
     seen = known[key]
@@ -180,7 +180,7 @@ def _called(layer: nn.Module, leaves: Sequence[Any], tree: Any) -> _Seen:
     attributes = forward.alive(without=[*ends, *packed])
     saved = forward.alive(without=ends) - attributes
     needed = forward.peak - forward.alive()
-    sources = [*tensors_in(given), *trained_of(layer)]
+    sources = [*tensors_in(given), *list_trained(layer)]
     roots = [each for each in tensors_in(returned) if each.requires_grad]
     gradients, spent, flops = _backward(roots, sources)
     shapes = [_shape(leaf) if isinstance(leaf, Tensor) else leaf for leaf in returned]
@@ -206,7 +206,7 @@ def _backward(roots: Sequence[Tensor], sources: Sequence[Tensor]) -> tuple[list[
     return [found.get(id(each)) for each in sources], tracker.peak - tracker.alive(), tracker.flops
 
 
-def trained_of(layer: nn.Module) -> list[nn.Parameter]:
+def list_trained(layer: nn.Module) -> list[nn.Parameter]:
     return [each for each in layer.parameters() if each.requires_grad]
 
 

@@ -21,7 +21,7 @@ from streams import add_note
 
 from ._stand_in import Known, opaque, stand_in
 from .memory import attached, has_memory, held_bytes, is_compressed, is_plain
-from .sandbox import tensors_of
+from .sandbox import iterate_tensors
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -124,7 +124,7 @@ def blank_layer(layer: Layer, mode: Mode = _NO_MODE) -> Layer:
     made: dict[int, Any] = {}
     at: dict[Any, torch.Tensor] = {}  # by memory: a packed weight may be in several places
     for kind, found in (
-        (_blank_subclass, tensors_of(layer)),
+        (_blank_subclass, iterate_tensors(layer)),
         (blank, chain.from_iterable(map(attached, layer.modules()))),
     ):
         for x in found:

@@ -61,7 +61,7 @@ def held_bytes(tensors: Iterable[Tensor]) -> int:
 
 def _new_bytes(tensors: Iterable[Tensor], counted: set[Memory]) -> int:
     """Return the bytes that are not ``counted`` yet, and add them there."""
-    parts = {_memory_of(each): each for tensor in tensors for part in _parts(tensor) for each in _dense(part)}
+    parts = {_identify_memory(each): each for tensor in tensors for part in _parts(tensor) for each in _dense(part)}
     new = parts.keys() - counted
     counted |= new
     return sum(_size(parts[memory]) for memory in new)
@@ -171,7 +171,7 @@ def has_memory(tensor: Tensor) -> bool:
         return False
 
 
-def _memory_of(tensor: Tensor) -> Memory:
+def _identify_memory(tensor: Tensor) -> Memory:
     """Identify the memory of a tensor while the tensor exists."""
     if _has_no_storage(tensor):
         return id(tensor), 0, 0

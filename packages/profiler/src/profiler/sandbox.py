@@ -49,8 +49,8 @@ def copied(layer: Layer) -> Layer:
     """
     # deepcopy rejects non-leaf tensors, such as the weight that `torch.nn.utils.weight_norm` computes in every forward
     # and stores in an attribute.
-    detached: dict[int, Any] = {id(x): x.detach().clone() for x in tensors_of(layer) if x.grad_fn is not None}
-    special = (x for x in tensors_of(layer) if is_traceable_wrapper_subclass(x) or is_compressed(x))
+    detached: dict[int, Any] = {id(x): x.detach().clone() for x in iterate_tensors(layer) if x.grad_fn is not None}
+    special = (x for x in iterate_tensors(layer) if is_traceable_wrapper_subclass(x) or is_compressed(x))
     detached |= {id(x): _duplicate(x) for x in special}
     return copy.deepcopy(layer, detached)
 
@@ -71,7 +71,7 @@ def _from_parts(x: Tensor) -> Tensor:
     return made
 
 
-def tensors_of(layer: nn.Module) -> Iterator[Tensor]:
+def iterate_tensors(layer: nn.Module) -> Iterator[Tensor]:
     """Yield the parameters and buffers of a layer, and the tensors that are plain attributes of its modules."""
     for child in layer.modules():
         for owner in (child._parameters, child._buffers, vars(child)):
