@@ -19,7 +19,7 @@ from random import Random
 from typing import NamedTuple
 
 from gpipe._plan._arguments import OFFLOAD
-from gpipe._plan._candidate import Candidate, SearchSpace, candidate_of
+from gpipe._plan._candidate import Candidate, SearchSpace, build_candidate
 from gpipe._plan._costs import Measured
 from gpipe._plan._host import Host
 from gpipe._plan._links import along, links
@@ -128,7 +128,7 @@ def everything(space: SearchSpace) -> Iterator[Candidate]:
         for cuts in combinations(range(1, layers), stages - 1):
             sizes = tuple(b - a for a, b in zip((0, *cuts), (*cuts, layers), strict=True))
             for schedule, modes in product(space.schedules, product(space.modes, repeat=stages)):
-                yield candidate_of(costs, schedule, sizes, modes)
+                yield build_candidate(costs, schedule, sizes, modes)
 
 
 def space_of(random: Random) -> SearchSpace:

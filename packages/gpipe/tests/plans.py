@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gpipe._plan._arguments import MODES, SCHEDULES, placed
-from gpipe._plan._candidate import Candidate, SearchSpace, candidate_of
+from gpipe._plan._candidate import Candidate, SearchSpace, build_candidate
 from gpipe._plan._costs import Measured
 from gpipe.simulate import Link
 from profiler import LayerProfile, Profile
@@ -113,4 +113,4 @@ def everything(space: SearchSpace) -> Iterator[Candidate]:
         for cuts, schedule in product(combinations(range(1, n), k - 1), space.schedules):
             sizes = tuple(b - a for a, b in zip((0, *cuts), (*cuts, n), strict=True))
             for modes in product(space.modes, repeat=k):
-                yield candidate_of(costs, schedule, sizes, modes)
+                yield build_candidate(costs, schedule, sizes, modes)

@@ -68,7 +68,7 @@ class Chooser:
         expect_schedule(schedule, (*SCHEDULES, *MEASURED))
         self._planned = None
         if isinstance(schedule, Schedule):
-            self.last = choice_of(schedule)
+            self.last = build_own_choice(schedule)
             return schedule, None
         name = schedule.lower()
         self.last = self._decided(name, batches, size) if name in (*MEASURED, *SPLITTING) else Choice(name)
@@ -123,5 +123,5 @@ class Chooser:
         self._choices.clear()  # they are based on fewer measurements
 
 
-def choice_of(schedule: Schedule) -> Choice:
+def build_own_choice(schedule: Schedule) -> Choice:
     return Choice("own", split_in(schedule))

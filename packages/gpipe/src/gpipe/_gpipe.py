@@ -30,7 +30,7 @@ from .module._devices import (
 )
 from .module._frequencies import expect_sums
 from .module._in_one_operation import in_one_operation
-from .module._init import initializer_of, take_off_hooks
+from .module._init import get_initializer, take_off_hooks
 from .module._modes import Modes, checked_modes, expect_fitting, laid_out
 from .module._names import Flattened
 from .module._partition import BalanceError, checked_balance, divide, expect_sequential, recommend_auto_balance
@@ -140,7 +140,7 @@ class GPipe(Stepping):
     ) -> None:
         super().__init__()
         # Arguments that can be checked alone come first, because measuring takes a second.
-        initializer = initializer_of(init)
+        initializer = get_initializer(init)
         self.in_spec = in_spec
         self.out_spec = out_spec
         self.chunks = chunks

@@ -317,7 +317,7 @@ def call_functions_by(call: Callable[[type, Callable[..., Any], tuple[Any, ...]]
     single.apply = classmethod(apply)
 
 
-def uses_of(tensor: Tensor) -> int:
+def count_storage_uses(tensor: Tensor) -> int:
     """Return the number of references to the memory of ``tensor``: by itself, by views, and one by this call."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 

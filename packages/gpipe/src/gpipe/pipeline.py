@@ -12,7 +12,7 @@ from streams import AbstractStream
 
 from .engine import _pipeline
 from .engine._mini_batch import compute_outputs
-from .engine._stage import stages_of
+from .engine._stage import build_stages
 from .engine._workers import Workers
 from .module._arguments import numbered
 from .schedule._modes import Stops, stop_of_each
@@ -64,7 +64,7 @@ class Pipeline:
             [torch.device("cpu")] * len(partitions) if devices is None else [numbered(device) for device in devices]
         )
         layout = inspect_skip_layout(list(partitions)) if skip_layout is None else skip_layout
-        stages = stages_of(partitions, places, layout)
+        stages = build_stages(partitions, places, layout)
         if copy_streams is None:
             streams = [CopyStreams.on(device) for device in places]
         else:

@@ -22,7 +22,7 @@ XPU = torch.device("xpu", 0)
 @pytest.fixture
 def elsewhere(monkeypatch):
     """Make all random operations appear to be on a device whose generator torch cannot restore."""
-    monkeypatch.setattr(_random, "device_of", lambda args, kwargs: torch.device("hpu", 0))
+    monkeypatch.setattr(_random, "find_device", lambda args, kwargs: torch.device("hpu", 0))
 
 
 @each_way
@@ -38,7 +38,7 @@ def test_unrepeatable_dropout_raises(mode, way, elsewhere):
 def test_only_the_device_of_the_partition_is_rewound(device, monkeypatch):
     """Another one may be drawing for its own partition at the same time."""
     module = SimpleNamespace(get_rng_state=lambda device: torch.empty(0))
-    monkeypatch.setattr(_device_generator, "module_of", lambda device: module)
+    monkeypatch.setattr(_device_generator, "get_device_module", lambda device: module)
     generator = DeviceGenerator(XPU)
     generator.expect_repeats(torch.device("xpu"))
     with nullcontext() if device.type == "meta" else pytest.raises(RuntimeError, match="own device, 'xpu:0'"):
@@ -53,9 +53,9 @@ def on_a_device(monkeypatch):
         get_rng_state=lambda device: own[device].get_rng_state(),
         set_rng_state=lambda state, device: own[device].set_rng_state(state),
     )
-    monkeypatch.setattr(_device_generator, "module_of", lambda device: module)
+    monkeypatch.setattr(_device_generator, "get_device_module", lambda device: module)
     monkeypatch.setattr(_stage, "has_streams", lambda device: True)
-    monkeypatch.setattr(_random, "device_of", lambda args, kwargs: XPU)
+    monkeypatch.setattr(_random, "find_device", lambda args, kwargs: XPU)
     monkeypatch.setattr(_device_generator, "_is_same", lambda device, own: True)
 
 

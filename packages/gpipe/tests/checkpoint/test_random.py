@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gpipe import GPipe, inline
-from gpipe.checkpoint._random import PROCESS, CellRNG, RunRNG, state_of
+from gpipe.checkpoint._random import PROCESS, CellRNG, RunRNG, get_generator_state
 
 from ..layers import MODES, Call, Layer, each_mode, linears, piped, rows, running, squares, trained
 from ..models import Recipe, assert_close, recipes
@@ -219,7 +219,7 @@ def _states_in_collections() -> bool:
         for _ in range(1 + (k % 7 == 0)):  # so that collections begin at any allocation
             held.append([])
         reads[0] = True
-        held.append(state_of(PROCESS))
+        held.append(get_generator_state(PROCESS))
         reads[0] = False
     return bool(during) or sys.version_info >= (3, 12)
 
@@ -258,7 +258,7 @@ def _forks() -> None:
         pass
 
 
-@pytest.mark.usefixtures("no_collector")  # see state_of(); layers read the state from torch themselves
+@pytest.mark.usefixtures("no_collector")  # see get_generator_state(); layers read the state from torch themselves
 @settings(max_examples=settings.default.max_examples // 3, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.sampled_from(sorted(RACING)), min_size=2, max_size=4),

@@ -26,7 +26,7 @@ class NCCL:
 def _error(stages: int) -> str:
     """Return the error of a rank whose device seems to have NCCL."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_local_stages, "backend_of", lambda *_: "nccl")
+        patch.setattr(_local_stages, "find_backend", lambda *_: "nccl")
         patch.setattr(dist.distributed_c10d, "ProcessGroupNCCL", NCCL, raising=False)
         layers = [nn.Linear(2, 2) for _ in range(stages)]
         with pytest.raises((RuntimeError, ValueError)) as caught:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gpipe.distributed._forms import Form, bytes_of
+from gpipe.distributed._forms import Form, view_as_bytes
 from gpipe.distributed._messages import ROOM, SMALL, RemoteLink
 from gpipe.values._describe import Cancelled
 from gpipe.values._leaves import Activation
@@ -70,11 +70,11 @@ class Direct:
         self.drained = 0
 
     def send(self, data: Sequence[Tensor]) -> None:
-        self.under_way.append([part.clone() for part in bytes_of(data)])
+        self.under_way.append([part.clone() for part in view_as_bytes(data)])
 
     def receive(self, form: Form) -> list[Tensor | None]:
         tensors = form.empty(torch.device("cpu"))
-        for part, came in zip(bytes_of(tensors), self.under_way.popleft(), strict=True):
+        for part, came in zip(view_as_bytes(tensors), self.under_way.popleft(), strict=True):
             part.copy_(came)
         return tensors
 

@@ -133,15 +133,15 @@ def run(case: Case) -> list[Any]:
 @contextmanager
 def apart() -> Iterator[None]:
     """Make stages copy shared tensors, like stages on different devices."""
-    real = _tied.copy_of
+    real = _tied.copy_to_device
 
-    def copy_of(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    def copy_to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
         there = tensor.detach().clone().requires_grad_(tensor.requires_grad)
         held = nn.Parameter(there, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else there
         return real(held, device, dtype)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_tied, "copy_of", copy_of)
+        patch.setattr(_tied, "copy_to_device", copy_to_device)
         yield
 
 

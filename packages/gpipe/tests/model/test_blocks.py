@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gpipe import BalanceError, GPipe
-from gpipe.model._blocks import bytes_of, candidates, divide, named_blocks, unevenness
+from gpipe.model._blocks import candidates, count_block_bytes, divide, named_blocks, unevenness
 
 from .forwards import Told, models
 
@@ -49,7 +49,7 @@ def test_blocks_and_stages_are_disjoint(told: Told, stages: int) -> None:
 def test_largest_stage_is_minimal(widths: list[int], stages: int) -> None:
     model = nn.ModuleDict({"layers": sized(*widths)})
     found = divide(model, stages)
-    sizes = bytes_of(model, found.blocks)
+    sizes = count_block_bytes(model, found.blocks)
     best = min(unevenness(sizes, cut) for cut in cuts(len(found.blocks), len(found.balance)))
     assert unevenness(sizes, found.balance) == pytest.approx(best)
 

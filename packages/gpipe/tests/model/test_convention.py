@@ -298,7 +298,7 @@ def test_trial_after_first_step_has_no_effect(loss: Loss, monkeypatch: pytest.Mo
         model.head.append(nn.BatchNorm1d(CLASSES, dtype=torch.float64))
         model.head[0].register_forward_hook(model.head[0].hook)
         if not is_tried:
-            monkeypatch.setattr("gpipe.model._conventions.convention_of", lambda *_: None)
+            monkeypatch.setattr("gpipe.model._conventions.find_convention", lambda *_: None)
         with closing(GPipe(model, devices=["cpu"] * 2, chunks=2, blocks="layers")) as pipe:
             torch.manual_seed(0)
             random.seed(0)
@@ -386,7 +386,7 @@ class Restless(Model):
 
 def test_trials_of_changing_model_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     trials: list[int] = []
-    known = "gpipe.model._conventions.convention_of"
+    known = "gpipe.model._conventions.find_convention"
     monkeypatch.setattr(known, lambda *_: trials.append(0))
     pipe, plain = new(by_items, Restless)
     with closing(pipe):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gpipe import GPipe
 from gpipe.model._blocks import candidates, divide
-from gpipe.model._measure import Span, measured, seconds_of
+from gpipe.model._measure import Span, compute_seconds, measured
 from microbatch import Arguments, Replicate
 
 from ..layers import DOUBLE, Layer, assert_same, rows
@@ -43,7 +43,7 @@ def test_a_slow_block_is_alone_on_its_stage(blocks: int, data: st.DataObject) ->
     at = data.draw(st.integers(1, blocks - 2))
     model = slowest(blocks, at)
     rounds = measured(model, candidates(model), inputs(rows(4)), CPU, same, timeout=0.2)
-    assert divide(model, 3, costs=partial(seconds_of, rounds)).balance == [at, 1, blocks - at - 1]
+    assert divide(model, 3, costs=partial(compute_seconds, rounds)).balance == [at, 1, blocks - at - 1]
 
 
 def test_sample_balances_pipe_by_time() -> None:
@@ -68,7 +68,9 @@ def test_operations_between_blocks_count_for_the_block_before() -> None:
         return x
 
     model.between = between
-    seconds = seconds_of(measured(model, candidates(model), inputs(rows(4)), CPU, same, timeout=0.2), candidates(model))
+    seconds = compute_seconds(
+        measured(model, candidates(model), inputs(rows(4)), CPU, same, timeout=0.2), candidates(model)
+    )
     assert max(range(5), key=seconds.__getitem__) == 1
 
 
@@ -90,7 +92,7 @@ def test_costs_add_up_for_any_granularity(rounds: list[list[tuple[str, float]]])
     spans = [[Span(None, 1.0), *(Span(*each) for each in one)] for one in rounds[:1]]
     total = sum(span.seconds for span in spans[0])
     for blocks in (["a", "b", "c"], ["a.0", "a.1", "b", "c"], ["a", "b", "c.0", "c.1"], ["b"]):
-        found = seconds_of(spans, dict.fromkeys(blocks, nn.ReLU()))
+        found = compute_seconds(spans, dict.fromkeys(blocks, nn.ReLU()))
         assert sum(found) == pytest.approx(total)
         assert len(found) == len(blocks)
 
@@ -134,7 +136,7 @@ def test_any_model_is_measured(told: Told, stages: int) -> None:
     model, x = told.model(), rows(4, 2).to(next(told.model().parameters()).dtype)
     for pick in (same, lambda output: [output]):
         found = measured(model, candidates(model), inputs(x), CPU, pick, timeout=0.001)
-        seconds = seconds_of(found, candidates(model))
+        seconds = compute_seconds(found, candidates(model))
         assert min(seconds) >= 0
         assert sum(seconds) > 0
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gpipe import GPipe
 from gpipe.model._blocks import divide
-from gpipe.model._order import order_of
+from gpipe.model._order import find_order
 from gpipe.module._inputs import Inputs
 
 from ..layers import rows
@@ -62,7 +62,7 @@ def test_order_of_calls_is_found_without_changes(told: Told) -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    found = order_of(model, blocks, Inputs.of(x))
+    found = find_order(model, blocks, Inputs.of(x))
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     hooks = [
@@ -97,7 +97,7 @@ def test_state_set_during_meta_forward_is_reset() -> None:
     model, x = Lazy(), torch.arange(4)
     before = {name: {**vars(module)} for name, module in model.named_modules()}
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    order_of(model, divide(model, 1).blocks, Inputs.of(x))
+    find_order(model, divide(model, 1).blocks, Inputs.of(x))
     for name, module in model.named_modules():
         after = {key: value for key, value in vars(module).items() if key in before[name] or value is not None}
         assert after.keys() == before[name].keys()
@@ -123,7 +123,7 @@ def test_value_dependent_forward_keeps_registration_order(caplog: Any) -> None:
 def test_a_model_without_data_has_an_order_too(device: str) -> None:
     with torch.device(device):
         model = Backwards()
-    found = order_of(model, divide(model, 1).blocks, Inputs.of(torch.arange(4)))
+    found = find_order(model, divide(model, 1).blocks, Inputs.of(torch.arange(4)))
     assert found.blocks == ["first.0", "first.1", "second.0", "second.1"]
 
 
@@ -190,7 +190,7 @@ def test_first_forward_is_left_to_the_pipe(kind: str, chunks: int, ran: bool) ->
     expected = plain(x)
     expected.sum().backward()
     before = _content(model)
-    found = order_of(model, divide(model, 1).blocks, Inputs.of(x))
+    found = find_order(model, divide(model, 1).blocks, Inputs.of(x))
     assert found.blocks == [f"blocks.{k}" for k in range(4)]
     assert _content(model) == before
     pipe = GPipe(model, devices=["cpu"] * 2, chunks=chunks, sample=x[:2])
@@ -225,6 +225,6 @@ def test_seeds_of_the_forward_do_not_stay() -> None:
     torch.manual_seed(7)
     torch.rand(2)
     state = torch.get_rng_state()
-    order_of(model, divide(model, 1).blocks, Inputs.of(torch.arange(4)))
+    find_order(model, divide(model, 1).blocks, Inputs.of(torch.arange(4)))
     assert torch.initial_seed() == 7
     assert torch.equal(torch.get_rng_state(), state)

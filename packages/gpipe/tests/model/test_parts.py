@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe.model._blocks import divide
-from gpipe.model._parts import parts_of
+from gpipe.model._parts import build_parts
 
 from .forwards import Told, models
 
@@ -14,7 +14,7 @@ from .forwards import Told, models
 @given(models(), st.integers(1, 5))
 def test_parts_have_tensors_and_names_of_model(told: Told, stages: int) -> None:
     model = told.model()
-    parts = parts_of(model, divide(model, stages))
+    parts = build_parts(model, divide(model, stages))
     for kind in ("named_parameters", "named_buffers"):
         found = {name: each for part in parts for name, each in getattr(part, kind)(remove_duplicate=False)}
         expected = dict(getattr(model, kind)(remove_duplicate=False))
@@ -27,7 +27,7 @@ def test_blocks_are_in_part_of_their_stage(told: Told, stages: int) -> None:
     model = told.model()
     division = divide(model, stages)
     blocks, balance, _ = division
-    parts = parts_of(model, division)
+    parts = build_parts(model, division)
     ends = [*accumulate(balance)]
     for k, (name, block) in enumerate(blocks.items()):
         stage = next(j for j, end in enumerate(ends) if k < end)
@@ -38,7 +38,7 @@ def test_blocks_are_in_part_of_their_stage(told: Told, stages: int) -> None:
 def test_modules_outside_blocks_follow_previous_block(told: Told, stages: int) -> None:
     model = told.model()
     division = divide(model, stages)
-    parts = parts_of(model, division)
+    parts = build_parts(model, division)
     first = {name for name, _ in parts[0].named_parameters()}
     last = {name for name, _ in parts[-1].named_parameters()}
     if not {"embed", "head"} & division.blocks.keys():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gpipe import GPipe
-from gpipe.model._row_order import are_in_order, numbers_of
+from gpipe.model._row_order import are_in_order, compute_numbers
 
 from ..layers import MODES, assert_same, rows
 from .residuals import Residuals, plain_of, residuals
@@ -22,16 +22,16 @@ Change = Callable[[Tensor], Tensor]
 @given(st.permutations(range(6)), st.integers(0, 1), st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
 def test_reordering_is_distinguished_from_other_values(order: list[int], dim: int, dtype: torch.dtype) -> None:
     whole = torch.randn(6, 5, 40, generator=torch.Generator().manual_seed(1)).to(dtype).movedim(0, dim)
-    numbers, parts = numbers_of(whole, dim), whole.index_select(dim, torch.tensor(order)).chunk(3, dim)
-    found = are_in_order([numbers_of(part, dim) for part in parts], numbers, dtype)
+    numbers, parts = compute_numbers(whole, dim), whole.index_select(dim, torch.tensor(order)).chunk(3, dim)
+    found = are_in_order([compute_numbers(part, dim) for part in parts], numbers, dtype)
     assert found == (order == sorted(order))
-    others = [numbers_of(part + 0.1 * torch.randn_like(part), dim) for part in parts]
+    others = [compute_numbers(part + 0.1 * torch.randn_like(part), dim) for part in parts]
     assert are_in_order(others, numbers, dtype) is None
 
 
 def test_entries_that_are_alike_are_in_any_order() -> None:
     whole = torch.ones(6, 4)
-    assert are_in_order([numbers_of(part, 0) for part in whole.chunk(3)], numbers_of(whole, 0), whole.dtype)
+    assert are_in_order([compute_numbers(part, 0) for part in whole.chunk(3)], compute_numbers(whole, 0), whole.dtype)
 
 
 class Ordered(Residuals):

@@ -96,4 +96,4 @@ def test_unknown_optimizers_raise() -> None:
 
 
 def test_half_precision_parameters_may_have_32_bit_state() -> None:
-    assert State("adamw", 32, 2).bytes_of(nn.Parameter(torch.ones(5, dtype=torch.bfloat16))) == 2 * 4 * 5
+    assert State("adamw", 32, 2).count_bytes(nn.Parameter(torch.ones(5, dtype=torch.bfloat16))) == 2 * 4 * 5

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gpipe import GPipe, Infeasible, inline, plan
 from gpipe._plan import _measure
 from gpipe._plan._arguments import SCHEDULES, placed, read_bytes
-from gpipe._plan._candidate import Candidate, stops_of
+from gpipe._plan._candidate import Candidate, compute_stops
 from gpipe._plan._costs import Costs, Measured
 from gpipe._plan._dry_run import dry_run, in_turns
 from gpipe._plan._loss import WAITING, StepLoss
@@ -82,7 +82,7 @@ def taken(
     Stages take turns as if each action of stage j took ``seconds[j]``. By default, the last stage that can run does.
     """
     pipe = GPipe(model, balance, devices=["cpu"] * len(placement), chunks=chunks, checkpoint=modes)
-    programs = named(schedule, chunks, placement, stops_of(modes, chunks), split)
+    programs = named(schedule, chunks, placement, compute_stops(modes, chunks), split)
     programs = programs.with_loss() if whole else programs
     if seconds:
         programs = in_turns(programs, placement, seconds)

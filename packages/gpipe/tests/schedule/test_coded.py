@@ -25,7 +25,7 @@ durations = st.fixed_dictionaries(dict.fromkeys(Kind, st.integers(0, 8).map(floa
 def test_actions_start_when_they_do_in_a_replay(case: Scheduled, took: dict[Kind, float]) -> None:
     schedule, m, placement = case
     worker_steps, coded = schedule.on(placement), coded_for(m, placement, took)
-    order = coded.order_of(worker_steps)
+    order = coded.encode(worker_steps)
     assert coded.worker_steps(order) == worker_steps
     found = coded.replay(order)
     assert found is not None
@@ -39,7 +39,7 @@ def test_actions_start_when_they_do_in_a_replay(case: Scheduled, took: dict[Kind
 def test_orders_that_wait_forever_have_no_makespan(programs: list[Program], took: dict[Kind, float]) -> None:
     m = 1 + max((i for program in programs for _, i in program), default=-1)
     coded = coded_for(m, list(range(len(programs))), took)
-    order = coded.order_of([[(j, action) for action in program] for j, program in enumerate(programs)])
+    order = coded.encode([[(j, action) for action in program] for j, program in enumerate(programs)])
     try:
         replay(coded.worker_steps(order), coded.problem.seconds, coded.problem.hops)
     except ValueError:
@@ -52,7 +52,7 @@ def test_orders_that_wait_forever_have_no_makespan(programs: list[Program], took
 def test_order_fits_within_memory_limits(case: Scheduled, limit: int) -> None:
     schedule, m, placement = case
     coded = coded_for(m, placement, dict.fromkeys(Kind, 1.0), limit)
-    assert coded.fits(coded.order_of(schedule.on(placement))) == (max(peaks(coded, schedule)) <= limit)
+    assert coded.fits(coded.encode(schedule.on(placement))) == (max(peaks(coded, schedule)) <= limit)
 
 
 def peaks(coded: Coded, schedule: Schedule) -> list[int]:

@@ -21,7 +21,7 @@ from ..module._inputs import Inputs
 from ..module._partition import checked_balance
 from ..module._split_batch import replicated
 from ._findings import Finding
-from ._forward import examine_forward, units_of, walk_forward
+from ._forward import examine_forward, find_units, walk_forward
 from ._layer import broken
 from ._loss import EACH, ONCE, Loss, examine_loss
 from ._model import Record, examine_all, finest, walk
@@ -130,7 +130,7 @@ def _recorded(
         steps = walk(model, inputs)
         record = Record(model, sample, target, dtype, steps, steps[-1].result.output, [step.name for step in steps])
     else:
-        units = units_of(model, blocks)
+        units = find_units(model, blocks)
         steps, output, draws = walk_forward(model, units, inputs)
         record = Record(model, sample, target, dtype, steps, output, units, blocks, draws)
     loss.of(record.output.value, unwrap(target, root="target")[0])

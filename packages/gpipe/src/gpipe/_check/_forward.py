@@ -30,7 +30,7 @@ from ._rows import Cut, Dims, NoRowsError, OtherCallsError
 from ._trial import LayerTrial, Signal, Used, attempt, call, seeded
 
 
-def units_of(model: nn.Module, blocks: Collection[str]) -> Blocks:
+def find_units(model: nn.Module, blocks: Collection[str]) -> Blocks:
     """Return the blocks, and the outermost modules that contain no block, such as embeddings and norms."""
     found: Blocks = {}
 
@@ -87,7 +87,7 @@ def examine_forward(
         quieten(model, record.units)
     inputs = record.signal
     cut = finest(inputs, dims, real)
-    outputs = _outputs_of(record, model, calls, dims, cut)
+    outputs = _examine_outputs(record, model, calls, dims, cut)
     own = OwnForward(model, record.units, [each.name for each in calls], ends=ends and not is_own)
     signal = Signal((inputs.value, [each.result.output.value for each in calls]), {})
     exam = _exam(own, signal, outputs, dims, cut, real, tolerance) if outputs.is_known else None
@@ -236,7 +236,7 @@ class _Outputs(NamedTuple):
     is_known: bool
 
 
-def _outputs_of(record: Record, model: nn.Module, calls: Sequence[LayerRun], dims: Dims, cut: Cut) -> _Outputs:
+def _examine_outputs(record: Record, model: nn.Module, calls: Sequence[LayerRun], dims: Dims, cut: Cut) -> _Outputs:
     """Determine the row dimensions of each call's outputs from their shapes in forwards of micro-batches."""
     guessed = [cut.guessed(each.result.tensors(), dims) for each in calls]
     walks = []

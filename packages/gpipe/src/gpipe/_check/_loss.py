@@ -14,7 +14,7 @@ from microbatch import Batch, unwrap
 
 from ..engine._loss_value import LossFunction, loss_value, own_loss
 from ..module._keywords import NOTHING, Call
-from ..module._rule import Rule, SeenSums, rule_of, shares_of
+from ..module._rule import Rule, SeenSums, compute_shares, find_rule
 from ..module._training import takes_output_alone
 from ._findings import Finding
 from ._rows import ROUNDING, difference, figure
@@ -74,12 +74,12 @@ class Loss:
         if self.loss_fn is None and not self.is_own(whole[0]):  # mean_square
             if self.of_substitute is None:
                 return None
-            return Rule(mean_square, shares_of([_Rows((each,)) for each in rows]))
+            return Rule(mean_square, compute_shares([_Rows((each,)) for each in rows]))
         sums = loss_value(self(*whole[:2])).count is not None or (
             self.loss_fn is not None and self.loss_fn in SeenSums()
         )
         batches = [_Rows((each,)) for each in rows]
-        return rule_of(self._call("step"), batches, None, returns_sums=sums, adds=False)
+        return find_rule(self._call("step"), batches, None, returns_sums=sums, adds=False)
 
     def of_parts(self, rule: Rule, parts: Sequence[LossPart]) -> Tensor:
         """Return the loss of a mini-batch that was split into ``parts``, combined by ``rule``."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from microbatch import Arguments
 
 from .._current import doing
-from ..checkpoint._device_generator import module_of
+from ..checkpoint._device_generator import get_device_module
 from ..skip.namespace import Key
 from ..values._leaves import Activation, as_nonleaf, clone_leaves
 
@@ -106,7 +106,7 @@ class Used:
 def seeded(layer: nn.Module) -> Iterator[Used]:
     """Seed PyTorch's generators for the block. Afterwards, restore them and Python's and NumPy's generators."""
     tensor = next(iter((*layer.parameters(), *layer.buffers())), torch.zeros(()))
-    module, numpy, used = module_of(tensor.device), sys.modules.get("numpy"), Used()
+    module, numpy, used = get_device_module(tensor.device), sys.modules.get("numpy"), Used()
     devices = [] if module is None else [tensor.device.index or 0]
     python, arrays = random.getstate(), numpy and numpy.random.get_state()
 

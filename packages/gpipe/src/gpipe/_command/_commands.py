@@ -19,7 +19,7 @@ from .._check._loss import mean_square
 from .._gpipe import GPipe
 from .._plan import Infeasible
 from .._plan import plan as make_plan
-from .._plan._blocks import profile_of
+from .._plan._blocks import profile_model
 from .._plan._fake_devices import read_fake
 from .._plan._planned import as_input
 from ..balance import balance_by_parameters, balance_cost
@@ -30,7 +30,7 @@ from ..simulate import stage_costs
 from ..timeline import record
 from ..timeline._chrome import trace
 from ._output import expect_writable, finish
-from ._target import load, model_of, sample_of
+from ._target import create_sample, load, load_model
 
 
 def _not_empty(kind: Any, values: Sequence[Any] | None) -> None:
@@ -163,9 +163,9 @@ def profile(
         chunks: Number of micro-batches; one of them is measured.
         timeout: Seconds to measure for.
     """
-    mini_batch = sample_of(sample)
+    mini_batch = create_sample(sample)
     bar = Console(stderr=True).is_terminal
-    found = profile_of(model_of(target), mini_batch, torch.device(device), chunks, timeout, progress=bar)
+    found = profile_model(load_model(target), mini_batch, torch.device(device), chunks, timeout, progress=bar)
     finish(found, found.to_json if json else None)
 
 
@@ -195,9 +195,9 @@ def simulate(
         html: Save the timeline to this file, as a page.
     """
     expect_writable(html, ".html", ".json", ".svg")
-    mini_batch = sample_of(sample)
+    mini_batch = create_sample(sample)
     places = checked_devices(devices, len(devices))
-    measured = profile_of(model_of(target), mini_batch, places[0], chunks, timeout)
+    measured = profile_model(load_model(target), mini_batch, places[0], chunks, timeout)
     sizes = balance_cost(measured.seconds, len(places)) if balance is None else balance
     costs, placed = stage_costs(measured, sizes), placement(places)
     found = simulate_schedule(
@@ -232,8 +232,8 @@ def timeline(
         html: Save the timeline to this file, as a page.
     """
     expect_writable(html, ".html", ".json", ".svg")
-    mini_batch = sample_of(sample)
-    model, sizes = model_of(target), balance
+    mini_batch = create_sample(sample)
+    model, sizes = load_model(target), balance
     if balance is None and isinstance(model, nn.Sequential):
         sizes = balance_by_parameters(len(devices), model)
     mini_batch = as_input(model, mini_batch)
@@ -248,8 +248,8 @@ def _training(
     target: str, sample: Sequence[str], loss: str | None, loss_target: Sequence[str] | None, reduction: str | None
 ) -> tuple[nn.Module, Any, dict[str, Any]]:
     """Return the model, the mini-batch, and the further arguments of a training step."""
-    model, mini_batch = model_of(target), sample_of(sample)
-    goal = None if loss_target is None else sample_of(loss_target, "loss-target")
+    model, mini_batch = load_model(target), create_sample(sample)
+    goal = None if loss_target is None else create_sample(loss_target, "loss-target")
     loss_fn = None if loss is None else load(loss, "loss")
     return model, mini_batch, {"target": goal, "loss_fn": loss_fn, "reduction": reduction}
 

@@ -43,7 +43,7 @@ def load(path: str, what: str) -> Any:
     return operator.attrgetter(name)(importlib.import_module(module))
 
 
-def model_of(path: str) -> nn.Module:
+def load_model(path: str) -> nn.Module:
     """Return the model ``package.module:build``, or the model that this function returns."""
     found = load(path, "target")
     model = found() if callable(found) and not isinstance(found, nn.Module) else found
@@ -52,12 +52,12 @@ def model_of(path: str) -> nn.Module:
     return model
 
 
-def sample_of(texts: Sequence[str], what: str = "sample") -> Any:
+def create_sample(texts: Sequence[str], what: str = "sample") -> Any:
     """Create a sample from ``texts``: a random tensor, a tuple if there are several, or a dict if they have names.
 
-    >>> sample_of(["4,3"]).shape
+    >>> create_sample(["4,3"]).shape
     torch.Size([4, 3])
-    >>> sample_of(["tokens=2,5:int64:10"])["tokens"].dtype
+    >>> create_sample(["tokens=2,5:int64:10"])["tokens"].dtype
     torch.int64
     """
     # A shape with a dtype contains a colon as well.

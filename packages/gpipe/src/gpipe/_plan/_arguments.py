@@ -109,7 +109,7 @@ def _facts(said: Mapping[str, Any], name: str) -> Facts:
     )
 
 
-def rows_of(sample: Any) -> int:
+def count_rows(sample: Any) -> int:
     """Return the smallest number of rows of the tensors in a mini-batch; 0 without rows."""
     return min((len(tensor) if tensor.dim() else 0 for tensor in Batch(sample)), default=0)
 
@@ -159,7 +159,7 @@ def read_memory(
     if memory is not None and any(size is not None for size in own):
         raise ValueError(f"memory: expected None, since devices= says the memory of a device; got {memory!r}")
     if memory is None:
-        known = [_all_of(device) for device in devices] if sizes is None else sizes
+        known = [_get_total_memory(device) for device in devices] if sizes is None else sizes
         return [default if size is None else size for size, default in zip(own or known, known, strict=True)]
     if isinstance(memory, (str, int, float)):
         return [read_bytes(memory)] * len(devices)
@@ -190,7 +190,7 @@ def _read_speed(speed: Any, name: str) -> float:
     return float(speed)
 
 
-def _all_of(device: torch.device) -> int | None:
+def _get_total_memory(device: torch.device) -> int | None:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 

@@ -32,8 +32,8 @@ from ..module._data import has_data
 from ..module._step import without_advice
 from ..schedule import Action, Kind, Schedule
 from ..timeline import record
-from ..values._leaves import storage_id, tensors_of
-from ._arguments import rows_of
+from ..values._leaves import get_tensors, storage_id
+from ._arguments import count_rows
 from ._dry_run import first
 from ._loss import StepLoss
 from ._planned import Planned, as_input, planned
@@ -66,7 +66,7 @@ def with_own_loss(given: Training) -> StepLoss:
         return given.loss
 
     def computes(module: nn.Module, given: Training) -> bool:
-        args, kwargs = unwrap(first(given.x, rows_of(given.x), 1))[0]
+        args, kwargs = unwrap(first(given.x, count_rows(given.x), 1))[0]
         with torch.no_grad():
             return has_own_loss(module(*args, **kwargs))
 
@@ -78,7 +78,7 @@ def is_whole(given: Training) -> bool:
 
     def shows(module: nn.Module, given: Training) -> bool:
         with closing(_Steps(given, module, ["cpu"] * len(given.model.layers))) as steps:
-            return steps.begin(rows_of(given.x))
+            return steps.begin(count_rows(given.x))
 
     # A loss that the model computes is tried with real values.
     if given.loss.own is not None and has_data(given.model.module):
@@ -102,7 +102,7 @@ def _with_data(given: Training, use: Callable[[nn.Module, Training], bool]) -> b
         return use(copied(given.model.module).train(), given)
 
 
-def profile_of(
+def profile_model(
     model: nn.Module, x: Any, device: torch.device, chunks: int, seconds: float, *, progress: bool = False
 ) -> Profile:
     """Return the costs of the layers of an ``nn.Sequential``, or of the blocks of another model, on one device.
@@ -121,7 +121,7 @@ def profile_of(
     found = planned(model, x, lambda most: 1)
     given = Training(found, x, None, StepLoss())
     given = given._replace(loss=with_own_loss(given))
-    return profile_blocks(given, [device] * len(found.layers), [-(-rows_of(x) // chunks)], seconds)[0]
+    return profile_blocks(given, [device] * len(found.layers), [-(-count_rows(x) // chunks)], seconds)[0]
 
 
 def profile_blocks(
@@ -136,7 +136,7 @@ def profile_blocks(
         seconds: the time to spend on each size.
         action: the seconds that the engine adds per action, which are subtracted from the costs.
     """
-    rows, model = rows_of(given.x), given.model
+    rows, model = count_rows(given.x), given.model
     chunks = sorted({-(-rows // size) for size in sizes})
     if devices[0].type != "meta":
         others = {device for device in devices if device.type != "cpu"}
@@ -284,8 +284,8 @@ class _Sizes:
             yield
 
     def _look(self, k: int, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self.given.setdefault(k, _bytes_of((args, kwargs)))
-        self.returned.setdefault(k, _bytes_of(output))
+        self.given.setdefault(k, _count_bytes((args, kwargs)))
+        self.returned.setdefault(k, _count_bytes(output))
 
 
 def _figures(tracker: AllocationTracker, saved: int, output: int) -> dict[str, int]:
@@ -326,5 +326,5 @@ class _Counter:
     def import_events(self, events: list[list[Any]], since: float) -> None: ...
 
 
-def _bytes_of(value: Any) -> int:
-    return sum({storage_id(tensor): tensor.nbytes for tensor in tensors_of(value)}.values())
+def _count_bytes(value: Any) -> int:
+    return sum({storage_id(tensor): tensor.nbytes for tensor in get_tensors(value)}.values())

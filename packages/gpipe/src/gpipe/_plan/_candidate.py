@@ -56,7 +56,7 @@ class SearchSpace:
         room = self.rooms[j]
         return 0.0 if room is None else size / max(room, 1)
 
-    def share_of(self, candidate: Candidate) -> float:
+    def compute_share(self, candidate: Candidate) -> float:
         """Return the largest share of any stage; above 1 if the candidate does not fit."""
         stages = enumerate(zip(bounds(candidate.sizes), candidate.modes, strict=True))
         needs = (
@@ -106,7 +106,7 @@ class Candidate:
         """Return the bytes of a device that do not depend on the number of micro-batches in flight."""
         need = self.account[device]
         on = [j for j, place in enumerate(self.costs.measured.placement) if place == device]
-        own = [self.costs.stage_bytes_of(*bounds(self.sizes)[j]).kept for j in on]
+        own = [self.costs.get_stage_bytes(*bounds(self.sizes)[j]).kept for j in on]
         return need.total - need.activations - min(own)
 
     @property
@@ -145,7 +145,7 @@ class Candidate:
         if self.order is not None:
             return self.order
         measured = self.costs.measured
-        return program_of(
+        return build_schedule(
             self.schedule,
             microbatches,
             measured.placement,
@@ -156,7 +156,7 @@ class Candidate:
         )
 
 
-def program_of(
+def build_schedule(
     schedule: str,
     microbatches: int,
     placement: Sequence[int],
@@ -167,19 +167,19 @@ def program_of(
     whole_loss: bool,
 ) -> Schedule:
     """Return the planned schedule, with all transfers from and to the host, and the loss of the full mini-batch."""
-    found = named(schedule, microbatches, placement, stops_of(modes, microbatches), split)
+    found = named(schedule, microbatches, placement, compute_stops(modes, microbatches), split)
     found = found.loading(placement) if offload else found
     if stages := offloading_stages(modes, len(modes)):
         found = found.offloading(placement, stages)
     return found.with_loss() if whole_loss else found
 
 
-def candidate_of(costs: Costs, schedule: str, sizes: Sequence[int], modes: Sequence[str]) -> Candidate:
+def build_candidate(costs: Costs, schedule: str, sizes: Sequence[int], modes: Sequence[str]) -> Candidate:
     """Return the candidate with this balance and these modes, timed by a replay of its schedule."""
     m, stages = costs.chunks, costs.stage_costs(sizes, modes)
     each = enumerate(zip(bounds(sizes), stages, strict=True))
     split = tuple(j for j, (own, stage) in each if costs.splits(schedule, *own, stage))
-    steps = lanes(schedule, m, costs.measured.placement, stops_of(modes, m), split)
+    steps = lanes(schedule, m, costs.measured.placement, compute_stops(modes, m), split)
     if costs.measured.whole_loss:
         steps = [_with_loss(lane, len(stages) - 1, m) for lane in steps]
     if costs.measured.host.parameters:
@@ -206,6 +206,6 @@ def by_seconds(found: Iterable[Candidate]) -> list[Candidate]:
     return sorted(found, key=lambda each: each.seconds)
 
 
-def stops_of(modes: Sequence[str], microbatches: int) -> tuple[int, ...]:
+def compute_stops(modes: Sequence[str], microbatches: int) -> tuple[int, ...]:
     """Return for each stage the index below which micro-batches are checkpointed."""
     return checkpoint_stops(modes, microbatches, len(modes))

@@ -173,7 +173,7 @@ class Costs:
         )
         part = self._backward_input(layers)
         part = None if part is None else min(backward, part / speed)
-        sizes = self.stage_bytes_of(first, end)
+        sizes = self.get_stage_bytes(first, end)
         trip = sizes.far / self.measured.host.bandwidth if mode == OFFLOAD else 0.0
         return StageCost(
             # The loss follows the output; if the stage recomputes, the recomputed one.
@@ -216,7 +216,7 @@ class Costs:
         found, placement = [DeviceBytes(0, 0, 0, 0, 0)] * self.measured.devices, self.measured.placement
         lines, stops = order.on(placement), checkpoint_stops(modes, self.chunks, len(modes))
         for j, (own, mode, place) in enumerate(zip(bounds(sizes), modes, placement, strict=True)):
-            found[place] += self.stage_bytes_of(*own).at_peak(in_flight_peaks_in(lines[place], j, stops[j]), mode)
+            found[place] += self.get_stage_bytes(*own).at_peak(in_flight_peaks_in(lines[place], j, stops[j]), mode)
         return tuple(found)
 
     def device_bytes(
@@ -247,7 +247,7 @@ class Costs:
 
     def _at_peak(self, j: int, first: int, end: int, mode: str, schedule: str, splits: bool) -> DeviceBytes:
         moments = in_flight_peaks(schedule, mode, self.chunks, self.measured.placement, j, splits)
-        return self.stage_bytes_of(first, end).at_peak(moments, mode)
+        return self.get_stage_bytes(first, end).at_peak(moments, mode)
 
     def host_bytes(self, sizes: Sequence[int], modes: Sequence[str], schedule: str, split: Sequence[int] = ()) -> int:
         """Return the peak bytes on the host; an upper bound, as the peaks of stages may occur at different times."""
@@ -255,16 +255,16 @@ class Costs:
         for j, (own, mode) in enumerate(zip(bounds(sizes), modes, strict=True)):
             if mode == OFFLOAD:
                 moments = in_flight_peaks(schedule, mode, self.chunks, placement, j, j in split)
-                found += max(each.inputs_only for each in moments) * self.stage_bytes_of(*own).far
+                found += max(each.inputs_only for each in moments) * self.get_stage_bytes(*own).far
         return found
 
-    def stage_bytes_of(self, first: int, end: int) -> StageBytes:
+    def get_stage_bytes(self, first: int, end: int) -> StageBytes:
         """Return the bytes of a stage with these layers."""
         if (first, end) not in self._sizes:
-            self._sizes[first, end] = self._bytes_of(first, end)
+            self._sizes[first, end] = self._compute_stage_bytes(first, end)
         return self._sizes[first, end]
 
-    def _bytes_of(self, first: int, end: int) -> StageBytes:
+    def _compute_stage_bytes(self, first: int, end: int) -> StageBytes:
         layers, measured = self.profile.layers[first:end], self.measured
         loss = self.profile.loss if end == measured.layers else None
         whole = measured.whole_loss and end == measured.layers

@@ -52,7 +52,7 @@ def dry_run(model: Planned, x: Any, y: Any, loss: StepLoss, candidate: Candidate
     if OFFLOAD in candidate.modes:
         return replace(candidate, note=f"{ACCOUNT}; there is no dry run with checkpoint='offload'")
     try:
-        peaks = peaks_of(model, x, y, loss, candidate, few)
+        peaks = measure_peaks(model, x, y, loss, candidate, few)
     except Exception as error:
         return replace(candidate, note=f"{ACCOUNT}; the dry run on fake tensors failed: {error!r:.200}")
     # A dry run uses one memory, so add the optimizer's state and the copies between devices. It counts kept outputs.
@@ -68,7 +68,7 @@ def dry_run(model: Planned, x: Any, y: Any, loss: StepLoss, candidate: Candidate
     )
 
 
-def peaks_of(model: Planned, x: Any, y: Any, loss: StepLoss, candidate: Candidate, few: int) -> list[int]:
+def measure_peaks(model: Planned, x: Any, y: Any, loss: StepLoss, candidate: Candidate, few: int) -> list[int]:
     """Return the peak bytes of each device in a step of ``few`` micro-batches, without the state of an optimizer.
 
     All stages share memory, as on a CPU, so the output of a stage stays as long as the next stage needs it. The peak

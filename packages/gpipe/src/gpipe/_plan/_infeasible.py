@@ -58,7 +58,7 @@ def _of_host(memory: int, needed: int, what: str) -> Infeasible:
 
 def explain(space: SearchSpace, best: Candidate, devices: Sequence[str], advice: str = "") -> Infeasible:
     """Return the error for a search whose ``best`` candidate does not fit, ending with ``advice``."""
-    share, host = space.share_of(best), space.measured.host
+    share, host = space.compute_share(best), space.measured.host
     if host.memory is not None and not best.fits_host and share <= 1:
         return _of_host(host.memory, best.host_bytes, "what is there, with saved tensors of all stages, needs")
     rooms = [(j, room) for j, room in enumerate(space.memory) if room is not None]

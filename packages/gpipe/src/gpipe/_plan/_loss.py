@@ -14,7 +14,7 @@ from profiler.sandbox import copied
 
 from ..engine._loss_value import LossFunction, LossValue, loss_value
 from ..module._keywords import NOTHING, Call
-from ..module._rule import SeenSums, of_model_under, rule_of, unlike
+from ..module._rule import SeenSums, find_rule, of_model_under, unlike
 from ..module._training import takes_output_alone
 from ._arguments import WAITING
 
@@ -65,7 +65,7 @@ class StepLoss:
         if self.loss_fn is None:
             return False
         sums = returns_sums or self.loss_fn in SeenSums()
-        return rule_of(self._call, batches, None, returns_sums=sums, adds=False) is None
+        return find_rule(self._call, batches, None, returns_sums=sums, adds=False) is None
 
     def watched(self, tell: Callable[[LossValue], None]) -> nn.Module | None:
         """Return the loss function to profile, or None. It passes each loss value to ``tell``."""

@@ -175,7 +175,7 @@ def plan(
         schedule=schedule and schedule.lower(),
         chunks=chunks_to_search(chunks, sample, model),
         # Devices without a layer are not used, whatever is known of them.
-        memory=_arguments.read_memory(memory, given, facts, _sizes_of(fake) if fake else None)[: len(places)],
+        memory=_arguments.read_memory(memory, given, facts, _list_memory_sizes(fake) if fake else None)[: len(places)],
         speeds=_arguments.read_speeds(speeds, len(given), facts)[: len(places)],
         modes=modes,
         optimizer=optimizer_bytes(optimizer, found.layers.values()),
@@ -214,7 +214,7 @@ def _chosen(request: Request, spaces: list[SearchSpace], *, calibrate: bool) -> 
         except torch.OutOfMemoryError:
             note = "not calibrated: not enough memory to train a copy of the model"
         notes.append(note)
-    return remembering(_plan_of(found, request, spread, notes), request.loss, request.sample)
+    return remembering(_build_plan(found, request, spread, notes), request.loss, request.sample)
 
 
 def _fits(request: Request, candidate: Candidate) -> bool:
@@ -284,7 +284,7 @@ def _source(request: Request, measured: Measured) -> str:
     return f"{len(profile)} layers measured on {profile.device} at {rows} rows; {between}"
 
 
-def _sizes_of(fake: FakeDevices) -> list[int]:
+def _list_memory_sizes(fake: FakeDevices) -> list[int]:
     return [device.memory for device in fake.each]
 
 
@@ -292,7 +292,7 @@ SHOWN = 8
 """The most alternatives that a plan keeps."""
 
 
-def _plan_of(found: Sequence[Candidate], request: Request, spread: Expected, notes: Sequence[str]) -> Plan:
+def _build_plan(found: Sequence[Candidate], request: Request, spread: Expected, notes: Sequence[str]) -> Plan:
     """Return a plan of the first candidate, with the next ones as alternatives.
 
     ``spread`` has factors on the predicted seconds of a step, and ``notes`` explain how the figures were obtained.

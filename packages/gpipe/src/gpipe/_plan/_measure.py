@@ -17,7 +17,7 @@ from profiler.memory import held_bytes
 from ..balance._balance import intra_op_threads
 from ..engine._cores import usable
 from ..engine._loss_value import LossValue
-from ._arguments import rows_of
+from ._arguments import count_rows
 from ._blocks import Training, is_whole, profile_blocks
 from ._candidate import SearchSpace
 from ._costs import Measured, SharedParameter
@@ -44,7 +44,7 @@ def measure(request: Request) -> list[SearchSpace]:
     Raise ValueError if the requested schedule cannot wait for a loss of the full mini-batch.
     """
     found, whole, speeds = _profile(request)
-    ties = ties_of(request.model.layers.values())
+    ties = find_ties(request.model.layers.values())
     tensors, place, devices = list(Batch(request.sample)), request.places[0], len(request.places)
     # On accelerators, work is queued ahead, so the overhead of the engine does not delay them.
     is_cpu, cores = place.type == "cpu", len(usable()) or os.cpu_count() or 1
@@ -55,7 +55,7 @@ def measure(request: Request) -> list[SearchSpace]:
         measured = Measured(
             profile=found,
             optimizer=tuple(request.optimizer),
-            rows=rows_of(request.sample),
+            rows=count_rows(request.sample),
             input_bytes=sum(tensor.nbytes for tensor in tensors),
             needs_gradient=any(tensor.requires_grad for tensor in tensors),
             separate_memory=not is_cpu,
@@ -80,7 +80,7 @@ def measure(request: Request) -> list[SearchSpace]:
     return spaces
 
 
-def ties_of(layers: Iterable[nn.Module]) -> tuple[SharedParameter, ...]:
+def find_ties(layers: Iterable[nn.Module]) -> tuple[SharedParameter, ...]:
     holders: dict[nn.Parameter, list[int]] = {}
     for k, layer in enumerate(layers):
         for parameter in layer.parameters():
@@ -118,7 +118,7 @@ def _blocks(request: Request, speeds: Sequence[float]) -> tuple[Profile, bool]:
     # On accelerators, blocks are spread over all devices, since the full model must fit into their memory at once.
     on = [0] * blocks if places[0].type == "cpu" else spread(request.model, request.memory)
     of = [torch.device("cpu") if places[k].type == "cpu" else places[k] for k in on]
-    sizes = _sizes(rows_of(request.sample), request.chunks, len(places))
+    sizes = _sizes(count_rows(request.sample), request.chunks, len(places))
     found, whole = profile_blocks(given, of, sizes, SECONDS, ACTION if places[0].type == "cpu" else 0.0)
     return at_full_speed(found, [speeds[k] for k in on]), whole
 
@@ -142,7 +142,7 @@ def _layers(request: Request, speeds: Sequence[float]) -> tuple[Profile, bool]:
     if found is None:
         found = profile(
             layers, request.sample, device=torch.device("cpu") if place.type == "cpu" else place,
-            rows=_sizes(rows_of(request.sample), request.chunks, len(request.places)), target=request.target,
+            rows=_sizes(count_rows(request.sample), request.chunks, len(request.places)), target=request.target,
             loss_fn=loss.watched(tell), split_backward=True, timeout=SECONDS,
         )  # fmt: skip
     if not seen and loss.loss_fn is not None and loss.is_whole(batches, returns_sums=False):  # a profile was given

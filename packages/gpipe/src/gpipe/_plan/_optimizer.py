@@ -39,7 +39,7 @@ class State(NamedTuple):
     bits: int = 0
     values: int = 0
 
-    def bytes_of(self, parameter: nn.Parameter) -> float:
+    def count_bytes(self, parameter: nn.Parameter) -> float:
         count, size = parameter.numel(), self.bits // 8 or parameter.itemsize
         if self.name == ADAFACTOR and parameter.dim() > 1:
             *batch, rows, columns = parameter.shape
@@ -56,7 +56,7 @@ def optimizer_bytes(optimizer: Any, layers: Iterable[nn.Module]) -> list[int]:
     >>> optimizer_bytes("adamw", layers), optimizer_bytes("adamw_8bit", layers)
     ([80000], [20320])
     """
-    state = _bytes_of(optimizer)
+    state = _get_byte_counter(optimizer)
     seen, found = set[nn.Parameter](), list[int]()
     for layer in layers:
         own = {p for p in layer.parameters() if p.requires_grad} - seen
@@ -65,14 +65,14 @@ def optimizer_bytes(optimizer: Any, layers: Iterable[nn.Module]) -> list[int]:
     return found
 
 
-def _bytes_of(optimizer: Any) -> Callable[[nn.Parameter], float]:
+def _get_byte_counter(optimizer: Any) -> Callable[[nn.Parameter], float]:
     """Return a function from a trained parameter to the bytes of its state."""
     if isinstance(optimizer, str):
-        return _named(optimizer, optimizer).bytes_of
+        return _named(optimizer, optimizer).count_bytes
     if isinstance(optimizer, Optimizer):
-        return _of_instance(optimizer).bytes_of
+        return _of_instance(optimizer).count_bytes
     if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
-        return _of_class(optimizer).bytes_of
+        return _of_class(optimizer).count_bytes
     if isinstance(optimizer, bool) or not isinstance(optimizer, (int, float)):
         raise TypeError(
             "optimizer: expected a name such as 'adamw' or 'adamw_8bit', an optimizer or its class, or the bytes of "

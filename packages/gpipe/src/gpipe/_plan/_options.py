@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..schedule import Kind
 from ..timeline import StageCost
-from ._candidate import SearchSpace, stops_of
+from ._candidate import SearchSpace, compute_stops
 from ._costs import Costs
 
 
@@ -64,6 +64,6 @@ class Options:
         cost = costs.stage_cost(j, first, end, mode)
         splits = costs.splits(schedule, first, end, cost)
         need = costs.stage_bytes(j, first, end, mode, schedule, splits).total
-        again = stops_of([mode], costs.chunks)[0] * cost.seconds(Kind.RECOMPUTE)
+        again = compute_stops([mode], costs.chunks)[0] * cost.seconds(Kind.RECOMPUTE)
         busy = costs.chunks * (cost.forward + cost.backward) + again
         return StageOption(mode, splits, cost, busy, self.space.share(j, need))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ..schedule import Kind, search
 from ..schedule._replay import makespan
 from ._arguments import OFFLOAD, SEARCH
-from ._candidate import Candidate, stops_of
+from ._candidate import Candidate, compute_stops
 from ._costs import bounds
 
 WORTH = 0.03
@@ -32,7 +32,7 @@ def ordered(candidate: Candidate, memory: Sequence[float | None]) -> Candidate |
         return None
     stages, own = costs.stage_costs(candidate.sizes, candidate.modes), bounds(candidate.sizes)
     split = [j for j, stage in enumerate(stages) if costs.splits("zero_bubble", *own[j], stage)]
-    sizes = [costs.stage_bytes_of(*each) for each in own]
+    sizes = [costs.get_stage_bytes(*each) for each in own]
     seconds, hops = [{kind: stage.seconds(kind) for kind in Kind} for stage in stages], costs.hops(candidate.sizes)
     try:
         order = search(
@@ -44,7 +44,7 @@ def ordered(candidate: Candidate, memory: Sequence[float | None]) -> Candidate |
             activation_bytes=[each.kept + each.waiting * (j in split) for j, each in enumerate(sizes)],
             boundary_bytes=[each.bare for each in sizes],
             memory=[None if room is None else max(0.0, room - candidate.fixed(k)) for k, room in enumerate(memory)],
-            checkpoint_stop=stops_of(candidate.modes, m),
+            checkpoint_stop=compute_stops(candidate.modes, m),
             split=split,
         )
     except ValueError:  # not even one micro-batch fits beside the rest

@@ -20,8 +20,8 @@ from ..module._partition import expect_sequential
 from ..schedule import SCHEDULES, Schedule
 from ..timeline import StageCost, Timeline, simulate
 from ..timeline._svg import svg
-from ._arguments import SEARCH, WAITING, rows_of
-from ._candidate import program_of
+from ._arguments import SEARCH, WAITING, count_rows
+from ._candidate import build_schedule
 from ._data import Alternative, LayerKey, Prediction, Remembered, layer_keys
 from ._fake_devices import FAKE
 from ._loss import StepLoss, fresh
@@ -107,7 +107,7 @@ class Plan:
         program = (
             Schedule.parse(self.order)
             if self.order
-            else program_of(
+            else build_schedule(
                 self.schedule,
                 self.chunks,
                 self.placement,
@@ -147,7 +147,7 @@ class Plan:
         places = checked_devices(self.devices if devices is None else devices, len(self.devices))
         if len(places) < len(self.devices):
             raise ValueError(f"devices: the plan is for {len(self.devices)} devices, got {len(places)}")
-        self._expect(self._layers_of(model))
+        self._expect(self._list_layers(model))
         if self.own_forward:
             given = self._here.sample if sample is None else sample
             options |= {"blocks": self._names, "sample": given}
@@ -164,7 +164,7 @@ class Plan:
         self._here.pipe = weakref.ref(pipe)
         return pipe
 
-    def _layers_of(self, model: nn.Module) -> tuple[LayerKey, ...]:
+    def _list_layers(self, model: nn.Module) -> tuple[LayerKey, ...]:
         """Return the layers of a model, or its modules with the names of the planned blocks."""
         if self.own_forward == isinstance(model, nn.Sequential):
             planned = "a model with its own forward" if self.own_forward else "an nn.Sequential"
@@ -237,11 +237,13 @@ class Plan:
             if getattr(pipe, name) != planned:
                 raise ValueError(f"pipe: expected the planned {name} {planned}, got one with {getattr(pipe, name)}")
         x = as_input(pipe[:], x)
-        if rows_of(x) != self.rows:
-            raise ValueError(f"x: expected the planned {self.rows} rows, got {rows_of(x)}; for these, make a new plan")
+        if count_rows(x) != self.rows:
+            raise ValueError(
+                f"x: expected the planned {self.rows} rows, got {count_rows(x)}; for these, make a new plan"
+            )
         kinds = [key.kind for key in self.layers]  # a pipe may have replaced a batch norm with a deferred one
         self._expect(
-            [replace(key, kind=kind) for key, kind in zip(self._layers_of(pipe[:]), kinds, strict=True)], "pipe"
+            [replace(key, kind=kind) for key, kind in zip(self._list_layers(pipe[:]), kinds, strict=True)], "pipe"
         )
         given = self._here.loss
         if reduction is None and loss_fn in (None, given.loss_fn):

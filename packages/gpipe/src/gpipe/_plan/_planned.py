@@ -15,8 +15,8 @@ from profiler.fake import blank, blank_layer
 from .._gpipe import GPipe
 from .._torch import stay_in_place
 from ..model._blocks import Division
-from ..model._division import division_of
-from ..model._parts import parts_of
+from ..model._division import divide_model
+from ..model._parts import build_parts
 from ..model._stepping import expect_own_forward
 from ..module._inputs import Inputs
 from ..module._partition import expect_sequential, refuse_duplicate_layers
@@ -86,9 +86,9 @@ def planned(module: nn.Module, sample: Any, stages: Callable[[int], int]) -> Pla
         return Planned(module, layers, layers)
     expect_own_forward(module)
     most = sum(1 for _ in module.modules())
-    division = division_of(module, None, None, lambda: stages(most), sample)
+    division = divide_model(module, None, None, lambda: stages(most), sample)
     each = division._replace(balance=[1] * len(division.blocks))
-    layers = dict(zip(division.blocks, parts_of(module, each), strict=True))
+    layers = dict(zip(division.blocks, build_parts(module, each), strict=True))
     return Planned(module, layers, division.blocks, each, sample if division.after else None)
 
 

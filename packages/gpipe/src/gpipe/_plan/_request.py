@@ -13,7 +13,7 @@ from profiler import Profile
 
 from ..module._arguments import checked_devices
 from ..schedule._named import BREADTH_FIRST
-from ._arguments import LOOPS, placed, read_chunks, read_schedules, rows_of
+from ._arguments import LOOPS, count_rows, placed, read_chunks, read_schedules
 from ._fake_devices import FAKE, FakeDevices
 from ._host import STAGES, Host, looped
 from ._loss import StepLoss
@@ -114,7 +114,7 @@ def chunks_to_search(chunks: Any, sample: Any, module: nn.Module) -> list[int]:
     """Return the numbers of micro-batches to search: ``chunks``, or some that suit the rows of ``sample``."""
     # In training, batch norm may raise on a micro-batch of a single row.
     least = 2 if any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in module.modules()) else 1
-    return read_chunks(chunks, rows_of(sample), least)
+    return read_chunks(chunks, count_rows(sample), least)
 
 
 def read_profile(profile: Any, names: Sequence[str], *, timed: bool) -> Profile | None:

@@ -20,7 +20,7 @@ from blockpartition import partition
 
 from ..schedule import SPLITTING
 from ._arguments import OFFLOAD
-from ._candidate import Candidate, SearchSpace, by_seconds, candidate_of
+from ._candidate import Candidate, SearchSpace, build_candidate, by_seconds
 from ._costs import Costs, bounds
 from ._options import Options, StageOption
 
@@ -58,7 +58,7 @@ def search(spaces: Sequence[SearchSpace]) -> list[Candidate]:
     if not found:
         # One may still fit if the stages of a device take unequal parts of its memory.
         last = [each for each in spaces if each.measured.placement == spaces[-1].measured.placement]
-        return [min(((space, nearest(space)) for space in last), key=lambda pair: pair[0].share_of(pair[1]))[1]]
+        return [min(((space, nearest(space)) for space in last), key=lambda pair: pair[0].compute_share(pair[1]))[1]]
     near = [each for each in found if each.seconds <= found[0].seconds * (1 + NEAR)]
     best = min(near, key=lambda each: (*each.simplicity, each.seconds))
     return [best, *(each for each in found if each is not best)]
@@ -74,7 +74,7 @@ def candidates(spaces: Sequence[SearchSpace]) -> Iterator[Candidate]:
             return
         if fastest < math.inf and options.costs.chunks > ENOUGH * len(space.memory):
             continue
-        found = best_of(options)
+        found = find_best(options)
         # Without split backwards it equals another schedule, which is searched too unless only this is requested.
         if found is not None and (found.split or found.schedule not in SPLITTING or len(space.schedules) == 1):
             fastest = min(fastest, found.seconds)
@@ -90,7 +90,7 @@ def _least(options: Options) -> float:
     """Return an approximate lower bound of the seconds of a step."""
     # The bound ignores memory limits.
     costs, modes = options.costs, [options.space.modes[0]] * options.costs.measured.stages
-    return _MARGIN * candidate_of(costs, options.schedule, even(costs)[0], modes).seconds
+    return _MARGIN * build_candidate(costs, options.schedule, even(costs)[0], modes).seconds
 
 
 def even(costs: Costs) -> tuple[Sizes, float]:
@@ -109,7 +109,7 @@ def even(costs: Costs) -> tuple[Sizes, float]:
     return sizes, max(seconds(j, *own) for j, own in enumerate(bounds(sizes)))
 
 
-def best_of(options: Options) -> Candidate | None:
+def find_best(options: Options) -> Candidate | None:
     """Return the fastest candidate that a local search finds from a few starts; None if nothing fits."""
     found = list[Candidate]()
     for each in _starts(options):
@@ -150,7 +150,7 @@ class _LazyCandidate:
     @cached_property
     def candidate(self) -> Candidate:
         options = self._options
-        return candidate_of(options.costs, options.schedule, self._sizes, [option.mode for option in self._chosen])
+        return build_candidate(options.costs, options.schedule, self._sizes, [option.mode for option in self._chosen])
 
     @property
     def seconds(self) -> float:
@@ -259,7 +259,7 @@ def nearest(space: SearchSpace) -> Candidate:
     """Return the candidate whose largest share of a stage's memory is smallest."""
     # The smallest micro-batches take the least memory, or the largest if most of it does not depend on rows.
     chunks = sorted({space.chunks[0], space.chunks[-1]})
-    return min((least_memory(options) for m in chunks for options in _options(space, m)), key=space.share_of)
+    return min((least_memory(options) for m in chunks for options in _options(space, m)), key=space.compute_share)
 
 
 def least_memory(options: Options) -> Candidate:

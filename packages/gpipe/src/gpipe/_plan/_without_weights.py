@@ -35,7 +35,7 @@ def with_packed(model: nn.Module) -> nn.Module:
     for layer in model.modules():
         weight = getattr(layer, "weight", None)
         if id(weight) in unsized and isinstance(layer, nn.Linear) and isinstance(weight, Tensor):
-            sizes = _sizes_of(weight)
+            sizes = _compute_packed_sizes(weight)
             if sizes is not None:
                 made[id(layer)] = _Packed.like(layer, *sizes)
                 del unsized[id(weight)]
@@ -53,7 +53,7 @@ def _is_unsized(parameter: nn.Parameter) -> bool:
     return parameter.is_meta and not is_plain(parameter) and not is_traceable_wrapper_subclass(parameter)
 
 
-def _sizes_of(weight: Any) -> tuple[int, int] | None:
+def _compute_packed_sizes(weight: Any) -> tuple[int, int] | None:
     """Return the bytes of a weight once it is packed, and of its scales; None if they are not known."""
     count, (rows, _) = weight.numel(), weight.shape
     if is_in_rows(weight):  # 8 bits, with a scale per row

@@ -19,7 +19,7 @@ class DeviceGenerator:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._module = module_of(device)
+        self._module = get_device_module(device)
         # Read before the forward draws. This does not synchronize the device, because the host keeps the state.
         self._state = None if self._module is None else self._module.get_rng_state(device)
 
@@ -54,7 +54,7 @@ def _is_same(device: torch.device, own: torch.device) -> bool:
     return device.type == own.type and device.index in (None, own.index)
 
 
-def module_of(device: torch.device) -> Any:
+def get_device_module(device: torch.device) -> Any:
     """Return the module with ``get_rng_state`` and ``set_rng_state``, such as ``torch.cuda``, or None."""
     module = getattr(torch, device.type, None) if has_streams(device) else None
     return module if hasattr(module, "get_rng_state") and hasattr(module, "set_rng_state") else None

@@ -132,7 +132,7 @@ def _takes_generator(operation: OpOverload) -> bool:
     return "generator" in _arguments(operation)
 
 
-def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+def find_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     # The common case, without a loop: a tensor that is filled, or determines shape and device.
     if args and isinstance(args[0], Tensor) and "device" not in kwargs:
         return _CPU if args[0].is_cpu else args[0].device

@@ -25,7 +25,7 @@ from .._current import current
 from .._forks import fork_lock
 from .._torch import OpOverload, backward_id
 from ._device_generator import DeviceGenerator
-from ._operations import Interception, device_of, drops_nothing, with_generator
+from ._operations import Interception, drops_nothing, find_device, with_generator
 
 PROCESS: Final = torch.default_generator
 """The default generator: torch draws from it on the CPU unless an operation gets a different one."""
@@ -44,7 +44,7 @@ _IN_BACKWARD = (
 )
 
 
-def state_of(generator: torch.Generator) -> Tensor:
+def get_generator_state(generator: torch.Generator) -> Tensor:
     """Return the state of a generator, read from a copy.
 
     Torch holds the generator's lock while it creates the result, and Python before 3.12 may then collect garbage.
@@ -79,7 +79,7 @@ class RunRNG:
 
     def begin(self) -> None:
         """Record the state of the default generator before forwards or backwards, while no layer computes."""
-        self._states.append(state_of(PROCESS))
+        self._states.append(get_generator_state(PROCESS))
         self.seeds.add(PROCESS.initial_seed())
 
     def settle(self) -> None:
@@ -92,7 +92,7 @@ class RunRNG:
         if not earlier:
             return
         with process_lock:
-            now = state_of(PROCESS)
+            now = get_generator_state(PROCESS)
             # An earlier state was restored too late. Any unknown state was set deliberately by a layer or the caller.
             if not torch.equal(now, last) and any(torch.equal(now, state) for state in earlier):
                 PROCESS.set_state(last)
@@ -126,7 +126,7 @@ class RunRNG:
     def is_seeded_again(self) -> bool:
         """Return whether the default generator was seeded since the run began, with the same seed as before."""
         # Earlier states do not count: torch.utils.checkpoint in another stage temporarily sets them.
-        now = state_of(PROCESS)
+        now = get_generator_state(PROCESS)
         if any(torch.equal(now, state) for state in reversed(self._states)):
             return False
         return torch.equal(now, torch.Generator().manual_seed(PROCESS.initial_seed()).get_state())
@@ -205,7 +205,7 @@ class CellRNG:
         """Record the state of a layer's own generator before the cell first draws from it."""
         self.draws += 1
         if self._device is not None and _identity(generator) not in self._others:
-            self._others[_identity(generator)] = generator, state_of(generator)
+            self._others[_identity(generator)] = generator, get_generator_state(generator)
 
     def fork(self, device: torch.device) -> CellRNG:
         """Return the same random numbers for layers of the cell on ``device`` that are recomputed separately."""
@@ -220,7 +220,7 @@ class CellRNG:
         assert self._device is not None
         others, self._others = [*self._others.values()], {}
         # The next forward of the layer continues from these states, as if the recomputation had drawn nothing.
-        now = [(generator, state_of(generator)) for generator, _ in others]
+        now = [(generator, get_generator_state(generator)) for generator, _ in others]
         try:
             _set_states(others)
             with self._device.rewound():
@@ -255,7 +255,7 @@ def _draw(operation: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         if cell is not None:
             cell.saw(own)
         return operation(*args, **kwargs)
-    device = device_of(args, kwargs)
+    device = find_device(args, kwargs)
     if device.type != "cpu":
         if cell is not None:
             cell.draw_on(device)

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ._errors import RemoteError, text_of
+from ._errors import RemoteError, format_error
 from ._object_exchange import ObjectExchange, Report
 
 METHOD: Final = "the method that is called"
@@ -48,7 +48,7 @@ def agreement(meeting: ObjectExchange, method: str = "Rank") -> Iterator[Agreeme
     except BaseException as failed:  # an interrupt too: other ranks wait for this one
         error = failed
     report = {METHOD: method, "must_match": found.must_match, "sent": found.sent}
-    reports = meeting.all_gather(report if error is None else {METHOD: method, "error": text_of(error)})
+    reports = meeting.all_gather(report if error is None else {METHOD: method, "error": format_error(error)})
     if error is not None:
         raise error
     members = meeting.groups.members

@@ -12,7 +12,7 @@ from ._average import average, averaged_over
 from ._calls import announce
 from ._deferred_signals import allow_signals, defer_signals
 from ._groups import Group, expect_group
-from ._object_exchange import gathering_of
+from ._object_exchange import get_exchange
 from ._rank import Rank
 
 _agreed: WeakKeyDictionary[nn.Module, WeakSet[dist.ProcessGroup]] = WeakKeyDictionary()
@@ -55,14 +55,14 @@ def average_gradients(rank: nn.Module, group: Group | None = None) -> None:
     _expect_replicas(rank, group)
     parameters = [parameter for parameter in rank.parameters() if parameter.requires_grad]
     if parameters and group.size() > 1:
-        average(parameters, gathering_of(group), group)
+        average(parameters, get_exchange(group), group)
 
 
 def _expect_replicas(rank: nn.Module, group: dist.ProcessGroup) -> None:
     """Raise ValueError if the members of ``group`` have different parameters. Checked in the first call only."""
     if group in _agreed.setdefault(rank, WeakSet()):
         return
-    with agreement(gathering_of(group), "average_gradients") as found, allow_signals():
+    with agreement(get_exchange(group), "average_gradients") as found, allow_signals():
         trained = {name: parameter for name, parameter in rank.named_parameters() if parameter.requires_grad}
         averaged = {*averaged_over(rank, group)}
         sharded = [name for name, parameter in trained.items() if parameter not in averaged]

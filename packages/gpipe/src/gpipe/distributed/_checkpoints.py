@@ -19,8 +19,8 @@ from ._agreement import agreement
 from ._calls import announce
 from ._deferred_signals import allow_signals, defer_signals
 from ._groups import Group, expect_group
-from ._object_exchange import ObjectExchange, gathering_of
-from ._optimizers import by_name, from_names, options_of, options_of_all, parameters_by_name
+from ._object_exchange import ObjectExchange, get_exchange
+from ._optimizers import by_name, find_options, from_names, options_of_all, parameters_by_name
 from ._rank import Rank
 from ._stored import Stored, write
 
@@ -59,7 +59,7 @@ def save(
     with agreement(meeting, "save") as found, allow_signals():
         folder = Folder(path)
         found.must_match = {"path": str(folder.path)}
-        found.sent |= _optimizer_of(rank, optimizer)
+        found.sent |= _describe_optimizer(rank, optimizer)
         state: dict[str, Any] = {"model": rank.state_dict()}
         for name, value in state["model"].items():
             if isinstance(value, dict | list | tuple):  # torch would write its items under names that no model has
@@ -109,14 +109,14 @@ def load(
         found.must_match = {"path": str(folder.path)}
         stored = Stored(folder.whole)
         own = rank.state_dict()
-        found.sent = {"names": [*own], **_optimizer_of(rank, optimizer)}
+        found.sent = {"names": [*own], **_describe_optimizer(rank, optimizer)}
     _expect_optimizers(found.received, meeting.groups.members)
     with agreement(meeting, "load, read") as read, allow_signals():
         stored.expect_model({name for each in found.received for name in each["names"]}, own)
         state = stored.model(own)
         if optimizer is not None:
             moments = stored.optimizer(parameters_by_name(rank))
-            read.sent = {"options": options_of(rank, optimizer, moments)}
+            read.sent = {"options": find_options(rank, optimizer, moments)}
     with agreement(meeting, "load, optimizer"), allow_signals():
         if optimizer is not None:
             reports = zip(meeting.groups.members, read.received, strict=True)
@@ -132,7 +132,7 @@ def _met(method: str, module: nn.Module, group: Group | None) -> ObjectExchange:
     for each in module.modules():
         if isinstance(each, Rank):
             announce(each, method, lambda members: _expect_all(method, members, group))
-    return gathering_of(group)
+    return get_exchange(group)
 
 
 def _expect_all(method: str, members: Sequence[int], group: Group | None) -> None:
@@ -148,7 +148,7 @@ def _expect_all(method: str, members: Sequence[int], group: Group | None) -> Non
         )
 
 
-def _optimizer_of(module: nn.Module, optimizer: Optimizer | None) -> dict[str, bool]:
+def _describe_optimizer(module: nn.Module, optimizer: Optimizer | None) -> dict[str, bool]:
     return {"optimizer": optimizer is not None, "trains": any(p.requires_grad for p in module.parameters())}
 
 

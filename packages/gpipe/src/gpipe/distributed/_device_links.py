@@ -41,7 +41,7 @@ from streams import (
 from ..transport._copy import arrived, recorded
 from ._agreement import agreement
 from ._errors import UnreachableError
-from ._forms import Dense, Form, bytes_of
+from ._forms import Dense, Form, view_as_bytes
 from ._groups import Groups
 from ._messages import Peer
 from ._object_exchange import ObjectExchange
@@ -132,7 +132,7 @@ class DeviceLink:
         """Queue transfers of ``data`` after the work on the current stream. No thread waits."""
         wait_stream(self._stream, current_stream(self._device))
         with use_stream(self._stream):
-            parts = bytes_of([part.to(self._device) for part in data])
+            parts = view_as_bytes([part.to(self._device) for part in data])
             self._transfer([self._peer.send(part) for part in parts])
         for part in parts:
             recorded(part, self._stream)
@@ -143,7 +143,7 @@ class DeviceLink:
         with use_stream(self._stream):
             tensors = form.empty(self._device)
             self._owed = None
-            self._transfer([self._peer.receive(part) for part in bytes_of(tensors)])
+            self._transfer([self._peer.receive(part) for part in view_as_bytes(tensors)])
         self._last = record_event(self._stream)
         arrived([*tensors], self._last, current_stream(self._device))
         return tensors

@@ -33,7 +33,7 @@ def named(ranks: Sequence[int]) -> str:
     return f"rank {listed} has" if len(ranks) == 1 else f"ranks {listed} have"
 
 
-def text_of(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     kind = type(error).__name__
     try:
         notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))

@@ -68,7 +68,7 @@ class Form(NamedTuple):
         return Activation(value, marks=marks).with_tensors(tensors)
 
 
-def form_of(payload: Payload) -> tuple[Form, list[Tensor | None]]:
+def flatten_payload(payload: Payload) -> tuple[Form, list[Tensor | None]]:
     """Return the form of a message, and its dense tensors.
 
     The marks in the form have passed through :func:`as_copied`, because received tensors have their own memory.
@@ -81,7 +81,7 @@ def form_of(payload: Payload) -> tuple[Form, list[Tensor | None]]:
     return Form(_tree(payload), tuple(dense)), tensors
 
 
-def bytes_of(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+def view_as_bytes(tensors: Sequence[Tensor | None]) -> list[Tensor]:
     """Return the memory of dense, non-empty tensors as bytes, because some backends do not support all dtypes."""
     # view(-1) would keep the stride of a single element.
     there = [each.detach() for each in tensors if each is not None and each.numel()]

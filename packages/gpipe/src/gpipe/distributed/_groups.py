@@ -112,7 +112,7 @@ def open_groups(group: Group | None, timeout: timedelta | None, announce: Announ
     """
     group = expect_group(group)
     members, me = tuple(dist.get_process_group_ranks(group)), dist.get_rank(group)
-    timeout = _timeout_of(group) if timeout is None else timeout
+    timeout = _get_timeout(group) if timeout is None else timeout
     count = _count(group, me, 1)
     store = _torch.PrefixStore(f"{_prefix()}/{count}", group.get_group_store())
     try:
@@ -200,7 +200,7 @@ def expect_group(group: Group | None) -> dist.ProcessGroup:
     return group
 
 
-def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+def _get_timeout(group: dist.ProcessGroup) -> timedelta:
     """Return the timeout of ``group`` from a private attribute, because torch has no public accessor."""
     for kind in group._device_types:
         options = getattr(group._get_backend(torch.device(kind)), "options", None)

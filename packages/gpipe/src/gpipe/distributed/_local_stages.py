@@ -15,7 +15,7 @@ from ..checkpoint._random import next_seed
 from ..module._arguments import Device, parsed_device
 from ..module._init import Initializer, Loaded
 from ..module._partition import place_partitions
-from ._tied import TiedTensor, tied_of
+from ._tied import TiedTensor, find_tied
 
 TRANSPORTS = ("auto", "host")
 
@@ -49,7 +49,7 @@ class LocalStages(NamedTuple):
         """Return the report for other ranks: the stages that are ``trained``, and the ``backends`` of all devices."""
         own = zip(self.numbers, self.partitions, strict=True)
         trained = [j for j, partition in own if any(p.requires_grad for p in partition.parameters())]
-        backends = {j: backend_of(device, transport) for j, device in self.device_of.items()}
+        backends = {j: find_backend(device, transport) for j, device in self.device_of.items()}
         return {"trained": trained, "backends": backends}
 
 
@@ -77,7 +77,7 @@ def local_stages(
     numbers = [j for j, rank in enumerate(ranks) if rank == me]
     own = nn.ModuleList(every[j] for j in numbers)
     places = _places(device, len(own))
-    tied, ties = tied_of(every, ranks, me)
+    tied, ties = find_tied(every, ranks, me)
     layers = {name: layer for partition in every for name, layer in partition.named_children()}
     # Ranks must initialize their layers from different random numbers, but keep equal default generators.
     with torch.random.fork_rng(devices=[], enabled=initializer is not None):
@@ -96,7 +96,7 @@ def _places(device: Any, count: int) -> list[torch.device]:
     return [parsed_device(each, f"device[{j}]" if given is device else "device") for j, each in enumerate(given)]
 
 
-def backend_of(device: torch.device, transport: str) -> str | None:
+def find_backend(device: torch.device, transport: str) -> str | None:
     """Return the process group backend that sends from ``device``, such as ``"nccl"``; None to use host memory."""
     if transport not in TRANSPORTS:
         raise ValueError(f"transport must be one of {', '.join(map(repr, TRANSPORTS))}; got {transport!r}")

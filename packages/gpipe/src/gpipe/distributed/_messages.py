@@ -37,7 +37,7 @@ from torch import Tensor
 
 from ..values._describe import Cancelled
 from ._errors import UnreachableError
-from ._forms import Form, Payload, bytes_of, form_of
+from ._forms import Form, Payload, flatten_payload, view_as_bytes
 
 SMALL: Final = 2**18
 """A message's tensors are copied into its frame if their total size, in bytes, is at most this."""
@@ -152,12 +152,12 @@ class RemoteLink:
 
     def put(self, microbatch: int, payload: Payload, *, flag: bool = False) -> None:
         """Start to send the payload of a micro-batch."""
-        form, tensors = form_of(payload)
+        form, tensors = flatten_payload(payload)
         if self._out is not None:  # before the head, which announces that the transfers are queued
             self._out.send([each for each in tensors if each is not None])
             tensors = []
         text = b"" if form == self._sent else pickle.dumps(form)
-        self._send(microbatch, text, form, [each.cpu() for each in bytes_of(tensors)], flag=flag)
+        self._send(microbatch, text, form, [each.cpu() for each in view_as_bytes(tensors)], flag=flag)
 
     def poison(self, why: Any) -> None:
         """Send ``why``, a picklable object, as the last message of this run: the reason why no more follow."""
@@ -238,7 +238,7 @@ class RemoteLink:
 
     def _fill(self, tensors: Sequence[Tensor | None], data: Tensor) -> None:
         """Copy the tensors from a frame: if they were views of it, they would share a version counter."""
-        for part in bytes_of(tensors):
+        for part in view_as_bytes(tensors):
             part.copy_(data[: len(part)])
             data = data[len(part) :]
 
@@ -259,7 +259,7 @@ class RemoteLink:
     def _begin_large(self) -> None:
         if self._large is None and self._apart(self._received, self._into):
             tensors = self._received.empty(_CPU)
-            self._large = [self._peer.receive(part, _BESIDE) for part in bytes_of(tensors)], tensors
+            self._large = [self._peer.receive(part, _BESIDE) for part in view_as_bytes(tensors)], tensors
 
     def _take_large(self) -> list[Tensor | None] | None:
         """Wait for the tensors that are not part of a frame. Return None if messages of this form have none."""

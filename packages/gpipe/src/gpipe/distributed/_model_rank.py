@@ -13,9 +13,9 @@ from microbatch import Versions, flatten
 from .._batchnorm import DeferredBatchNorm
 from ..engine._mini_batch import compute_outputs
 from ..engine._workers import Workers
-from ..model._division import division_of
+from ..model._division import divide_model
 from ..model._far_run import numbered_pairs
-from ..model._parts import common_of, emptied, others_of, parts_of, tree_of
+from ..model._parts import build_parts, build_tree, emptied, find_common, find_others
 from ..model._pick import picker
 from ..model._pipeline import ModelPipeline
 from ..model._stage import DividedModel, ModelStage
@@ -89,7 +89,7 @@ class ModelRank(ModelStepping, Rank, of_models=True):
             inputs = self._checked(as_value(args, kwargs))
             batches, _ = self._cut(inputs)
             found.batches, found.whole = batches, self.out_spec is None
-            found.must_match |= structure_of(inputs.bare)
+            found.must_match |= describe_inputs(inputs.bare)
             found.rows = Digests({"input": inputs.bare})
 
         def run() -> Any:
@@ -100,7 +100,7 @@ class ModelRank(ModelStepping, Rank, of_models=True):
                 return None
             if self.out_spec is not None:
                 return gathered(outputs, batches, self.out_spec)
-            return self._output_of(self._shown(), outputs, batches, inputs.bare)
+            return self._compute_output(self._shown(), outputs, batches, inputs.bare)
 
         with torch.no_grad():
             return self._pipeline.run_lock.run(run)
@@ -129,13 +129,13 @@ class ModelRank(ModelStepping, Rank, of_models=True):
         expect_sums(module, self._chunks)
         if self._deferred:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self._chunks)
-        self._division = division_of(module, balance, blocks, lambda: stages, sample)
+        self._division = divide_model(module, balance, blocks, lambda: stages, sample)
         self._balance, self._blocks = self._division.balance, self._division.blocks
-        return [*parts_of(module, self._division)]
+        return [*build_parts(module, self._division)]
 
     def _share_by_all(self, every: Sequence[nn.Module]) -> None:
         # For example the tables of rotary embeddings. Each rank computes masks and positions from them.
-        self._common = common_of(every, self._blocks)
+        self._common = find_common(every, self._blocks)
         for stage in {rank: self._ranks.index(rank) for rank in self._ranks}.values():
             every[stage]._modules.update({**self._common, **every[stage]._modules})
 
@@ -143,7 +143,7 @@ class ModelRank(ModelStepping, Rank, of_models=True):
         self.__dict__.update(_model=module, _partitions=share.partitions)
         others = [part for j, part in enumerate(share.every) if j not in share.numbers]
         emptied(others, share.partitions)
-        tree = tree_of(module, [*share.partitions])
+        tree = build_tree(module, [*share.partitions])
         self.__dict__.update({name: vars(tree)[name] for name in ("_modules", "_parameters", "_buffers")})
         self._non_persistent_buffers_set = tree._non_persistent_buffers_set
 
@@ -151,7 +151,7 @@ class ModelRank(ModelStepping, Rank, of_models=True):
         layout, count = inspect_skip_layout(share.every), len(self._balance)
         stages = [ModelStage(j, share.every[j], device, layout) for j, device in share.device_of.items()]
         processes = self._joined(share, [*numbered_pairs(count).values()][count - 1 :], groups, reports)
-        common, others = [*self._common.values()], others_of(share.every[:-1], {*self._blocks.values()})
+        common, others = [*self._common.values()], find_others(share.every[:-1], {*self._blocks.values()})
         stages_of_others = {module: j for j, part in enumerate(others) for module in part.values()}
         named = {name: module for part in others for name, module in part.items()}
         divided = DividedModel(
@@ -177,7 +177,7 @@ class ModelRank(ModelStepping, Rank, of_models=True):
         asked = self._cut_for_loss(Asked(call, schedule, called_with(self._end(0), call), []))
         found.batches = asked.batches
         found.whole = self._is_whole(asked, self._size(len(found.batches), trains=call.trains))
-        found.must_match |= structure_of(asked.inputs)
+        found.must_match |= describe_inputs(asked.inputs)
         return asked
 
     def _try_out(self, kind: Any, inputs: Any) -> None:
@@ -204,7 +204,7 @@ class ModelRank(ModelStepping, Rank, of_models=True):
             self._shown().shown()
 
 
-def structure_of(inputs: Any) -> dict[str, Any]:
+def describe_inputs(inputs: Any) -> dict[str, Any]:
     """Return the properties of the inputs that must be equal on all ranks, each of which runs the model's forward."""
     leaves, tree = flatten(inputs)
     sizes = {

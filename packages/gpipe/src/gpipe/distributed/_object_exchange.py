@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from ._errors import LostRankError, UnreachableError, is_of_gloo, named, text_of
+from ._errors import LostRankError, UnreachableError, format_error, is_of_gloo, named
 from ._groups import ALONE, Group, Groups, expect_group, open_groups
 from ._messages import RemoteLink
 
@@ -90,7 +90,7 @@ class ObjectExchange:
         """Leave because ``error`` was raised in the middle of an exchange, so that its outcome is unknown."""
         self.leave(
             f"rank {self.groups.members[self.groups.me]} failed while it exchanged messages with other "
-            f"ranks, which may have finished the call or not: {text_of(error)}; {_RESTART}"
+            f"ranks, which may have finished the call or not: {format_error(error)}; {_RESTART}"
         )
 
     def leave(self, why: str | None = None) -> None:
@@ -144,7 +144,7 @@ class ObjectExchange:
     def _gather(self, report: Report) -> list[Report]:
         reports = [link.receive() for link in self._links]
         reports.insert(self.groups.me, report)
-        text = _text_of(reports, report)
+        text = _pickle_reports(reports, report)
         for link in self._links:
             with suppress(UnreachableError):  # the next exchange detects a member that has exited since its report
                 link.tell(text)
@@ -159,7 +159,7 @@ class ObjectExchange:
         return [reports.get(k, {}) for k in range(len(self.groups.members))]
 
 
-def _text_of(reports: Sequence[Report], own: Report) -> bytes:
+def _pickle_reports(reports: Sequence[Report], own: Report) -> bytes:
     """Pickle the non-empty reports, by member, for the root to send to all.
 
     Values equal to the root's are stored once. Otherwise n reports with a list of n stages, sent n times, would be n**3
@@ -176,7 +176,7 @@ def _text_of(reports: Sequence[Report], own: Report) -> bytes:
 _opened: WeakKeyDictionary[dist.ProcessGroup, ObjectExchange] = WeakKeyDictionary()
 
 
-def gathering_of(group: Group | None) -> ObjectExchange:
+def get_exchange(group: Group | None) -> ObjectExchange:
     """Return the exchange of ``group``, whose members call this together. It is created in the first call.
 
     By default, the members are all processes, or only this one if there is no process group.

@@ -51,7 +51,7 @@ def by_name(module: nn.Module, optimizer: Optimizer) -> State:
     return found
 
 
-def options_of(module: nn.Module, optimizer: Optimizer, found: Mapping[str, Any]) -> list[State | None]:
+def find_options(module: nn.Module, optimizer: Optimizer, found: Mapping[str, Any]) -> list[State | None]:
     """Return the saved options of each parameter group of ``optimizer``; None for a group without parameters.
 
     Raises:
@@ -72,7 +72,7 @@ def options_of_all(options: Sequence[Sequence[State | None]], members: Sequence[
     options nevertheless.
 
     Args:
-        options: the results of :func:`options_of` of all members with an optimizer.
+        options: the results of :func:`find_options` of all members with an optimizer.
         members: their global ranks.
 
     Raises:
@@ -95,7 +95,7 @@ def options_of_all(options: Sequence[Sequence[State | None]], members: Sequence[
 def from_names(
     module: nn.Module, optimizer: Optimizer, found: Mapping[str, Any], of_empty: Sequence[State] = ()
 ) -> State:
-    """Convert states by name to a state dict for ``optimizer.load_state_dict``, after :func:`options_of`.
+    """Convert states by name to a state dict for ``optimizer.load_state_dict``, after :func:`find_options`.
 
     Args:
         found: the result of :func:`by_name` when the state was saved, possibly with parameters of other ranks.

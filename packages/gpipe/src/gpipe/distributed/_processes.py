@@ -19,13 +19,13 @@ from ._agreement import disagreement
 from ._deferred_signals import allow_signals, hold_signals
 from ._device_links import ChannelEnds, open_device_links, tags
 from ._digests import Digest, Digests, different_rows
-from ._errors import RemoteError, UnreachableError, text_of
+from ._errors import RemoteError, UnreachableError, format_error
 from ._forms import Payload
 from ._groups import Groups
 from ._local_stages import LocalStages
 from ._messages import RemoteLink
 from ._object_exchange import ObjectExchange, Report
-from ._remote_loss import RemoteLoss, summary_of
+from ._remote_loss import RemoteLoss, summarize_losses
 from ._replicas import Replicas
 from ._tied import TiedTensors, expect_equal_copies
 
@@ -399,12 +399,12 @@ def _earliest(run: RunState | None) -> When:
 def _success(run: RunState) -> Report:
     report: Report = {"drew": True} if run.rng.drew else {}
     if run.loss is not None and not isinstance(run.loss, RemoteLoss):
-        report["verdict"] = summary_of(run.loss)
+        report["verdict"] = summarize_losses(run.loss)
     return report
 
 
 def _failure(run: RunState | None, error: BaseException) -> Report:
     report: Report = {"failed": True, "drew": run is not None and run.rng.drew}
     if not isinstance(error, Cancelled):
-        report |= {"when": _earliest(run), "what": text_of(error)}
+        report |= {"when": _earliest(run), "what": format_error(error)}
     return report

@@ -24,9 +24,9 @@ from ..engine._workers import Workers
 from ..module._arguments import Device, checked_flag, checked_offload, whole
 from ..module._devices import expect_same_device
 from ..module._frequencies import expect_sums
-from ..module._init import initializer_of, take_off_hooks
+from ..module._init import get_initializer, take_off_hooks
 from ..module._modes import Modes, checked_modes, expect_fitting, laid_out
-from ..module._partition import BalanceError, checked_balance, expect_sequential, partitions_of, recommend_auto_balance
+from ..module._partition import BalanceError, checked_balance, expect_sequential, recommend_auto_balance, split_layers
 from ..module._rule import SeenSums
 from ..module._split_batch import checked
 from ..module._transforms import refuse_transforms
@@ -135,7 +135,7 @@ class Rank(RankStepping):
                 self.chunks = chunks
                 self._deferred = checked_flag("deferred_batch_norm", deferred_batch_norm)
                 self.__dict__.update(_least_rows=2 if self._deferred else 1, _offload=checked_offload(offload))
-                initializer, ranks = initializer_of(init), None if ranks is None else [*ranks]
+                initializer, ranks = get_initializer(init), None if ranks is None else [*ranks]
                 kept = take_off_hooks(module)
                 stages = len(groups.members if ranks is None else ranks)
                 every = self._divide(module, balance, blocks, stages, sample)
@@ -182,7 +182,7 @@ class Rank(RankStepping):
         verify_skippables(module)
         expect_sums(module, self._chunks)
         self._balance = checked_balance(balance, len(module))
-        return [*partitions_of(module, self._balance)]
+        return [*split_layers(module, self._balance)]
 
     def _share_by_all(self, every: Sequence[nn.Module]) -> None:
         """Add the modules that all ranks have to the first partition of each rank."""

@@ -32,7 +32,7 @@ class LossSummary(NamedTuple):
     finding: Any
 
 
-def summary_of(losses: Losses) -> LossSummary:
+def summarize_losses(losses: Losses) -> LossSummary:
     """Return the results that the rank of the last stage sends to the other ranks."""
     scale = losses.scale
     scale = float(scale.on(torch.device("cpu"))) if isinstance(scale, DeviceScale) else scale

@@ -11,7 +11,7 @@ from torch import nn
 
 from ._agreement import METHOD, expect_same
 from ._average import average, averaged_over
-from ._errors import LostRankError, RemoteError, is_of_gloo, text_of
+from ._errors import LostRankError, RemoteError, format_error, is_of_gloo
 from ._groups import ALONE, Announce, Group, expect_group, open_groups
 from ._object_exchange import ObjectExchange, Report
 
@@ -115,4 +115,4 @@ def _failure(error: BaseException) -> Report:
         return {"lost": str(error)}
     if isinstance(error, RemoteError):
         return {"failed": str(error)}
-    return {"failed": f"rank {dist.get_rank()} failed: {text_of(error)}"}
+    return {"failed": f"rank {dist.get_rank()} failed: {format_error(error)}"}

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch import nn
 
-from .._chooser import choice_of
+from .._chooser import build_own_choice
 from ..engine._loss_value import LossValue, own_loss
 from ..engine._losses import Losses
 from ..engine._mini_batch import train
@@ -180,7 +180,7 @@ class RankStepping(Stepping):
     def _choice(self, schedule: Schedule | str | None, *, whole: bool) -> Choice:
         """Return the schedule to run for ``schedule``. Nothing is measured, so ``"auto"`` means the default."""
         if isinstance(schedule, Schedule):
-            return choice_of(schedule)
+            return build_own_choice(schedule)
         name = named_for(schedule, whole=whole, offloads=bool(self._offload)).lower()
         # The first trained stage sends no input gradient, so there is nothing to compute before its weight gradients.
         return Choice("1f1b" if name == "auto" else name, tuple(self._trained[1:]) if name in SPLITTING else ())

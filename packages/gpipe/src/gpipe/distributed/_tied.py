@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..engine._accumulate import added
 from ..engine._scale import HALVES, wide
-from ..engine._tied import contents_of, shared_tensors
+from ..engine._tied import collect_contents, shared_tensors
 from ._device_links import DeviceLinks
 from ._messages import RemoteLink
 
@@ -84,14 +84,14 @@ class TiedTensor(NamedTuple):
         return found
 
 
-def tied_of(
+def find_tied(
     partitions: Sequence[nn.Module], ranks: Sequence[int], me: int
 ) -> tuple[list[TiedTensor], list[tuple[int, int]]]:
     """Return the parameters and buffers of rank ``me`` that stages on other ranks also have.
 
     Also return, for each pair of ranks in the pipe that exchange such tensors, two stages that have one, one per rank.
     """
-    parts = [contents_of(partition) for partition in partitions]
+    parts = [collect_contents(partition) for partition in partitions]
     shared = shared_tensors([part.tensors for part in parts])
     holders: dict[int, dict[int, tuple[int, nn.Module, str]]] = {}  # by tensor and rank: its first stage, and where
     for stage, (rank, part) in enumerate(zip(ranks, parts, strict=True)):
@@ -137,7 +137,7 @@ class TiedTensors:
 
     def trained(self, module: nn.Module) -> list[Tensor]:
         tied = [each.tensor for each in (*self._owned, *self._others)]
-        below = {*contents_of(module).parameters} if tied else set()
+        below = {*collect_contents(module).parameters} if tied else set()
         return [tensor for tensor in tied if tensor.requires_grad and tensor in below]
 
     def add_up(self, sums: dict[Tensor, Tensor]) -> None:

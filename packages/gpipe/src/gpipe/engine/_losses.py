@@ -14,11 +14,11 @@ from microbatch import concatenate
 from .._current import doing
 from ..checkpoint._random import CellRNG
 from ..values._leaves import Activation, as_nonleaf, clone_leaves, versions
-from ..values._sharing import owned, refuse_shared_changes, uncounted_of
+from ..values._sharing import copy_uncounted, owned, refuse_shared_changes
 from ._accumulate import DeferredGradients, GradientSums, find_leaves
 from ._explained import used_up
 from ._loss_value import LossFunction, LossValue, expect_trains, loss_value, metrics_of_all, plain_metrics
-from ._scale import HALVES, Scale, scale_of, sum_of
+from ._scale import HALVES, Scale, compute_scale, sum_counts
 from ._tied import Tied
 
 
@@ -83,7 +83,7 @@ class Losses:
         """Take the outputs of a micro-batch, which are leaves."""
         raise NotImplementedError
 
-    def gradients_of(self, i: int) -> list[Tensor | None]:
+    def pop_gradients(self, i: int) -> list[Tensor | None]:
         """Return the gradients of the outputs of a micro-batch, once."""
         # Removed here, so that they are freed with the backward of the cell rather than with the run.
         return self._gradients.pop(i)
@@ -94,7 +94,7 @@ class Losses:
 
     def _value(self, i: int, outputs: Activation, arguments: Sequence[Any]) -> LossValue:
         """Call ``loss_fn`` on ``outputs``, which are leaves."""
-        before, uncounted = (versions(outputs), uncounted_of(outputs)) if outputs.marks else ([], [])
+        before, uncounted = (versions(outputs), copy_uncounted(outputs)) if outputs.marks else ([], [])
         # Separate random numbers, so that a loss that draws them does not affect the layers.
         with doing(rng=self._random(i)):
             value = loss_value(self._loss_fn(as_nonleaf(outputs).value, *arguments))
@@ -165,7 +165,9 @@ class MicrobatchLosses(Losses):
         value = self._value(i, outputs, self._arguments[i])
         weight = self._take(i, value)
         if self.trains:
-            self._gradients[i] = self._backward(value.total, seed_of(value.total, weight), outputs.tensors)
+            self._gradients[i] = self._backward(
+                value.total, build_initial_gradient(value.total, weight), outputs.tensors
+            )
 
     def _take(self, i: int, value: LossValue) -> Any:
         """Store the loss, the count and the metrics of a micro-batch; return the weight of its loss."""
@@ -186,11 +188,11 @@ class MicrobatchLosses(Losses):
     @cached_property
     def _count(self) -> float | Tensor:
         # By micro-batch instead of arrival, because a sum of floats depends on its order.
-        return sum_of([self._counts[i] for i in sorted(self._counts)]) if self._counts else 1.0
+        return sum_counts([self._counts[i] for i in sorted(self._counts)]) if self._counts else 1.0
 
     @cached_property
     def scale(self) -> Scale:
-        return scale_of(self._count)
+        return compute_scale(self._count)
 
     @property
     def loss(self) -> Tensor:
@@ -200,6 +202,6 @@ class MicrobatchLosses(Losses):
         return (whole / self._count).to(losses.dtype)
 
 
-def seed_of(total: Tensor, factor: Any) -> Tensor:
+def build_initial_gradient(total: Tensor, factor: Any) -> Tensor:
     """Return the initial gradient of ``total`` for training on ``factor`` times ``total``."""
     return factor.to(total.dtype).expand_as(total) if isinstance(factor, Tensor) else torch.full_like(total, factor)

@@ -35,7 +35,7 @@ from streams import (
     wait_event,
 )
 
-from .._torch import uses_of
+from .._torch import count_storage_uses
 from ..transport._copy import can_pin, pinned_like, to_host
 from ..values._leaves import storage_id, version
 
@@ -88,7 +88,7 @@ class Guest(NamedTuple):
         return guest._replace(alone=guest.uses())
 
     def uses(self) -> int:
-        return sum(map(uses_of, self.parts))
+        return sum(map(count_storage_uses, self.parts))
 
     def load(self) -> None:
         for part, size in zip(self.parts, self.sizes, strict=True):

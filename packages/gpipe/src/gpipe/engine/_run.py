@@ -38,7 +38,7 @@ from ._scale import Scale, scaled
 from ._spec import RunSpec
 from ._stage import Stage
 from ._stage_run import StageRun, Trained
-from ._tied import Tied, contents_of
+from ._tied import Tied, collect_contents
 
 Around = Callable[[Stage, Action], AbstractContextManager[None]]
 """Returns the context in which a stage takes an action."""
@@ -61,7 +61,7 @@ class Run:
         self._pipeline, self._spec = pipeline, spec
         observer = None if spec.observer is None else spec.observer.begin(pipeline.lines)
         self.state = RunState(spec.trains, Failures(), RunRNG(spec.seed), spec.loss, observer)
-        found = [contents_of(stage.module) for stage in pipeline.stages]
+        found = [collect_contents(stage.module) for stage in pipeline.stages]
         own = [part.parameters for part in found] if spec.trains else [[]] * len(found)
         self.parameters = [*chain.from_iterable(own)]
         if pipeline.offloaded and spec.updates is None:
@@ -71,7 +71,7 @@ class Run:
         self.deferred = DeferredGradients()
         self.sums: list[GradientSums] = []
         self._streams = self._current_streams() if pipeline.on_accelerator else [CPUStream] * len(found)
-        self._offloaded = [*map(self._offloaded_of, pipeline.stages, self._streams)]
+        self._offloaded = [*map(self._build_offloaded, pipeline.stages, self._streams)]
         self._leaving: dict[int, Leaving] = {}
         self._tied = Tied(pipeline.stages, found, self._offloaded)
         if spec.loss is not None:
@@ -116,7 +116,7 @@ class Run:
         departure = self._spec.loss if self._spec.loss is not None and is_last else self._transport.departures[j]
         return self._stage_runs.of(self._spec, stage, random, self._transport.arrivals[j], departure, trained)
 
-    def _offloaded_of(self, stage: Stage, stream: AbstractStream) -> Offloaded | None:
+    def _build_offloaded(self, stage: Stage, stream: AbstractStream) -> Offloaded | None:
         if stage.guests is None:
             return None
         return Offloaded(stage.guests, stage.device, self._pipeline.host_link(stage.device), stream)
@@ -289,7 +289,7 @@ class Run:
 
     def _explained(self, error: BaseException, step: Step) -> BaseException:
         stage, action = self._stages[step.stage], step.action
-        inputs = stage.inputs_of(action.microbatch)
+        inputs = stage.get_inputs(action.microbatch)
         return explained(error, stage.stage, action, self._spec.size.microbatches, inputs)
 
     def _around(self) -> Around | None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from streams import AbstractEvent, AbstractStream, current_stream, record_event, use_stream, wait_event
 
-from .._torch import no_dispatch_modes, no_function_modes, saved_tensors_hooks, uses_of
+from .._torch import count_storage_uses, no_dispatch_modes, no_function_modes, saved_tensors_hooks
 from ..transport._copy import to_host
 from ..values._leaves import storage_id
 from ._offloaded import HostLink
@@ -94,7 +94,7 @@ class SavedTensors:
         found = _by_storage(entry for each in self._entries if (entry := each()) is not None)
         self._entries = []
         # Move the groups whose entries hold the only references to the storage.
-        groups = [group for group in found if uses_of(group[0].tensor) == len(group) + 1]
+        groups = [group for group in found if count_storage_uses(group[0].tensor) == len(group) + 1]
         if not groups:
             return
         saved = record_event(self._compute)
@@ -106,7 +106,7 @@ class SavedTensors:
 
     def _copied(self, group: Sequence[_Entry]) -> Tensor:
         """Queue the copy of the storage of ``group``, and return the storage."""
-        bytes_of = _bytes_of(group[0].tensor)
+        bytes_of = _view_storage_as_bytes(group[0].tensor)
         host = bytes_of.clone() if self._device.type == "cpu" else to_host(bytes_of)
         storage = _Storage(host)
         self._storages.append(ref(storage))
@@ -253,7 +253,7 @@ def _by_storage(entries: Iterable[_Entry]) -> list[list[_Entry]]:
     return [*found.values()]
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
+def _view_storage_as_bytes(tensor: Tensor) -> Tensor:
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 

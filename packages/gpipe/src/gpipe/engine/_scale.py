@@ -28,7 +28,7 @@ class DeviceScale:
 Scale = float | DeviceScale
 
 
-def sum_of(counts: Sequence[Any]) -> float | Tensor:
+def sum_counts(counts: Sequence[Any]) -> float | Tensor:
     """Return the sum of ``counts``: a tensor on a device if any of them is, so that the host need not wait."""
     there = [count for count in counts if _is_elsewhere(count)]
     # Converted to float, because counts may have a small integer dtype.
@@ -40,7 +40,7 @@ def sum_of(counts: Sequence[Any]) -> float | Tensor:
     return torch.stack(parts).sum() + here
 
 
-def scale_of(count: float | Tensor) -> Scale:
+def compute_scale(count: float | Tensor) -> Scale:
     """Return 1 / ``count``, or 0 if it is 0: an empty mean in torch is also NaN with zero gradients."""
     if isinstance(count, Tensor):
         # Not .item(), because the host would wait for it.

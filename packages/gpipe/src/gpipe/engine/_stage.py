@@ -23,7 +23,7 @@ from ._recomputation import Recomputation
 _log = logging.getLogger("gpipe")
 
 
-def stages_of(modules: Sequence[nn.Module], devices: Sequence[torch.device], layout: SkipLayout) -> list[Stage]:
+def build_stages(modules: Sequence[nn.Module], devices: Sequence[torch.device], layout: SkipLayout) -> list[Stage]:
     """Return one stage per module."""
     stages: list[Stage] = []
     for j, (module, device) in enumerate(zip(modules, devices, strict=True)):

@@ -22,7 +22,7 @@ from ..schedule import Kind, Step
 from ..schedule._actions import TRANSFERS
 from ..transport._transport import AnyChannel
 from ..values._leaves import Activation, as_nonleaf, detach_leaves, versions
-from ..values._sharing import PRESERVED, flag_aliases, given_state, owned, refuse_shared_changes, uncounted_of
+from ..values._sharing import PRESERVED, copy_uncounted, flag_aliases, given_state, owned, refuse_shared_changes
 from ._accumulate import DeferredGradients, GradientSums, GraphLeaves, counts_of_hooks, find_leaves
 from ._cell import Cell, backward, backward_input, backward_weight
 from ._leaked_graphs import guard
@@ -245,7 +245,7 @@ class StageRun:
         for saved in self._saved.values():
             saved.arrive()
 
-    def inputs_of(self, microbatch: int) -> Activation | None:
+    def get_inputs(self, microbatch: int) -> Activation | None:
         """Return the inputs of a cell for messages; None before its forward and after its backward."""
         cell = self._cells.get(microbatch)
         return None if cell is None else cell.inputs
@@ -280,7 +280,7 @@ class StageRun:
     def _compute_first(self, inputs: Activation) -> Activation:
         """Do the same as :meth:`compute` in the first micro-batch, or if the layers modify their input in place."""
         stage, before = self.stage, versions(inputs)
-        uncounted = uncounted_of(inputs) if inputs.marks else []
+        uncounted = copy_uncounted(inputs) if inputs.marks else []
         hooked = counts_of_hooks(self._trained.parameters)
         outputs = Activation(stage.call(as_nonleaf(inputs).value))
         if any(map(gt, counts_of_hooks(self._trained.parameters), hooked)):
@@ -323,7 +323,7 @@ class StageRun:
     def _seeds(self, i: int) -> list[Tensor | None]:
         """Return the gradients of the outputs."""
         if self._loss is not None:
-            return self._loss.gradients_of(i)
+            return self._loss.pop_gradients(i)
         assert self._departure is not None
         return self._departure.get_gradients(i)
 

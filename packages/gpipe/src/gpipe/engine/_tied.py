@@ -42,7 +42,7 @@ class Contents(NamedTuple):
     tensors: set[int]
 
 
-def contents_of(root: nn.Module) -> Contents:
+def collect_contents(root: nn.Module) -> Contents:
     modules: dict[nn.Module, None] = {}
     parameters: dict[int, nn.Parameter] = {}
     buffers: set[int] = set()
@@ -75,7 +75,7 @@ def shared_tensors(found: Sequence[set[int]]) -> dict[int, int]:
 
 
 def holds_tensors(module: nn.Module) -> bool:
-    return bool(contents_of(module).tensors)
+    return bool(collect_contents(module).tensors)
 
 
 class Tied:
@@ -154,7 +154,7 @@ class Tied:
     def copy(self, tensor: Tensor, number: int, device: torch.device) -> Tensor:
         """Return a new copy of ``tensor`` for stage ``number``, which computes with it although it is not its own."""
         own = self._owners.get(tensor, (0, tensor))[1]
-        copy = copy_of(own, device, dtype_of_guest(own, self._offload))
+        copy = copy_to_device(own, device, dtype_of_guest(own, self._offload))
         if copy is not own:
             self.shares = True
             self._owners[copy] = number, own
@@ -164,20 +164,20 @@ class Tied:
 
     def accept(self, tensor: Tensor) -> None:
         """Take the state of ``tensor`` and its copies as unchanged, because it was changed before any stage used it."""
-        own = self.owner_of(tensor)
+        own = self.get_owner(tensor)
         for each, name in [*self._then]:
-            if isinstance(each, Tensor) and self.owner_of(each) is own:
+            if isinstance(each, Tensor) and self.get_owner(each) is own:
                 self._then[each, name] = _state(each)
 
-    def guest_of(self, tensor: Tensor, stage: int) -> Tensor | None:
+    def find_guest(self, tensor: Tensor, stage: int) -> Tensor | None:
         """Return the copy of an offloaded parameter that a stage uses while it is loaded."""
-        return self.offloaded[stage].find(self.owner_of(tensor)) if stage in self.offloaded else None
+        return self.offloaded[stage].find(self.get_owner(tensor)) if stage in self.offloaded else None
 
     def guests(self) -> dict[int, int]:
         """Map the ids of all guests to the index of their stage."""
         return {id(leaf): stage for stage, each in self.offloaded.items() for leaf in each.leaves}
 
-    def owner_of(self, tensor: Tensor) -> Tensor:
+    def get_owner(self, tensor: Tensor) -> Tensor:
         """Return what ``tensor`` is a copy of, or ``tensor`` itself."""
         return self._owners.get(tensor, (0, tensor))[1]
 
@@ -188,7 +188,7 @@ class Tied:
         """
         guests = self.guests()
         others = [owner for copy, (_, owner) in [*self._owners.items()] if id(copy) not in guests]
-        return {*others, *(self.owner_of(leaf) for each in sums for leaf in each.leaves)}
+        return {*others, *(self.get_owner(leaf) for each in sums for leaf in each.leaves)}
 
     def give(self, leaf: Tensor, tensor: Tensor) -> None:
         """Give the gradient of ``leaf``, which the loss uses instead of it, to a ``tensor`` of the caller."""
@@ -240,7 +240,7 @@ class Tied:
 
     def _name(self, changed: Tensor | nn.Module, what: str) -> str:
         is_tensor = isinstance(changed, Tensor)
-        own = self.owner_of(changed) if isinstance(changed, Tensor) else self._modules[changed]
+        own = self.get_owner(changed) if isinstance(changed, Tensor) else self._modules[changed]
         for stage in self._stages:
             module = stage.module
             named = (module.named_parameters, module.named_buffers) if is_tensor else (module.named_modules,)
@@ -298,7 +298,7 @@ class _Copies:
             return value
         if value not in self.tensors:
             is_owner = self._shared[id(value)] == self._number
-            self.tensors[value] = value if is_owner else copy_of(value, self._device, value.dtype)
+            self.tensors[value] = value if is_owner else copy_to_device(value, self._device, value.dtype)
         return self.tensors[value]
 
     def _own_module(self, module: nn.Module) -> nn.Module:
@@ -339,7 +339,7 @@ def _state(value: Any) -> Any:
     return storage_id(value), version(value)
 
 
-def copy_of(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+def copy_to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return a leaf like ``tensor`` on ``device``, in its memory if possible; an untrained one there is not copied."""
     # A separate leaf, so that its gradient is separate from the owner's gradient.
     there = (tensor.detach() if _is_trained(tensor) else tensor).to(device, dtype, non_blocking=_is_pinned(tensor))

@@ -70,8 +70,8 @@ class Updates:
 
     def _apply(self, ready: Iterable[Tensor]) -> None:
         own = {*ready}
-        gradients = [pair for pair in self._found if self._tied.owner_of(pair[0]) in own]
-        self._found = [pair for pair in self._found if self._tied.owner_of(pair[0]) not in own]
+        gradients = [pair for pair in self._found if self._tied.get_owner(pair[0]) in own]
+        self._found = [pair for pair in self._found if self._tied.get_owner(pair[0]) not in own]
         self._restore(own)
         scale = self._scale()
         accumulate_whole(

@@ -13,8 +13,8 @@ from ..values._leaves import Activation, clone_leaves, storage_id
 from ..values._sharing import owned
 from ._accumulate import GradientSums
 from ._loss_value import LossFunction, LossValue, whole_metrics
-from ._losses import Losses, seed_of
-from ._scale import DeviceScale, scale_of, sum_of
+from ._losses import Losses, build_initial_gradient
+from ._scale import DeviceScale, compute_scale, sum_counts
 
 
 class WholeLoss(Losses):
@@ -61,14 +61,14 @@ class WholeLoss(Losses):
         if self.is_sum and self._unlike is not None:
             raise self._unlike(value)
         self.metrics = None if value.metrics is None else whole_metrics(value.metrics)
-        scale = scale_of(sum_of([value.count])) if self.is_sum else 1.0
+        scale = compute_scale(sum_counts([value.count])) if self.is_sum else 1.0
         factor = scale.on(value.total.device) if isinstance(scale, DeviceScale) else scale
         whole = value.total.detach() * self._weight
-        self.loss = (whole / sum_of([value.count])).to(whole.dtype) if self.is_sum else whole
+        self.loss = (whole / sum_counts([value.count])).to(whole.dtype) if self.is_sum else whole
         if self.trains:
             total = value.total
             del value, joined  # the backward needs only tensors that the loss has saved
-            self._backward(total, seed_of(total, factor * self._weight), [parts.anchor])
+            self._backward(total, build_initial_gradient(total, factor * self._weight), [parts.anchor])
             self._gradients = dict(enumerate(parts.gradients(self._sums)))
 
 

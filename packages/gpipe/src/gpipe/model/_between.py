@@ -20,7 +20,7 @@ from .._torch import (
 )
 from ..module._in_one_operation import HandlesPipes, in_one_operation
 from ..module._transforms import not_compiled
-from ..values._leaves import tensors_of, version
+from ..values._leaves import get_tensors, version
 from ._called import answered_by
 
 
@@ -98,9 +98,9 @@ class Between(HandlesPipes):
         with self.off():
             self.expect_no_checkpoint(is_block=False)
             given = self.looks.operate(_arguments, args, {})
-            if any(tensor.is_meta for tensor in tensors_of(given)):
+            if any(tensor.is_meta for tensor in get_tensors(given)):
                 return self.looks.operate(applied, args, {})
-        before = [(tensor, version(tensor)) for tensor in tensors_of(given)]
+        before = [(tensor, version(tensor)) for tensor in get_tensors(given)]
         # Its own operations are the model's. They may use tensors that are no arguments, or even call blocks.
         output = applied(*given)
         altered = [tensor for tensor, then in before if version(tensor) != then]

@@ -69,7 +69,7 @@ def ordered_by(
         return division._replace(after=order.after)
     names = dict.fromkeys([*order.blocks, *division.blocks])  # uncalled blocks at the end
     blocks = {name: division.blocks[name] for name in names}
-    sizes = bytes_of(model, blocks, order.after) if costs is None else costs(blocks)
+    sizes = count_block_bytes(model, blocks, order.after) if costs is None else costs(blocks)
     return Division(blocks, _balance(sizes, len(division.balance)), order.after)
 
 
@@ -86,7 +86,7 @@ def divide(model: nn.Module, stages: int, names: Sequence[str] | None = None, co
     Raises:
         ValueError: the model has no module of one of the ``names``, or no block at all.
     """
-    costs = costs or partial(bytes_of, model)
+    costs = costs or partial(count_block_bytes, model)
     if names is not None:
         blocks = named_blocks(model, names)
         return Division(blocks, _balance(costs(blocks), min(stages, len(blocks))), {})
@@ -172,7 +172,7 @@ def _balance(costs: Sequence[float], stages: int) -> list[int]:
     return [len(part) for part in solve(costs, stages)]
 
 
-def _bytes_of(parameter: nn.Parameter) -> int:
+def _count_bytes(parameter: nn.Parameter) -> int:
     if type(parameter) is nn.Parameter:
         return parameter.numel() * parameter.element_size()
     from profiler.memory import held_bytes  # imported here, because plain models do not need it
@@ -180,7 +180,7 @@ def _bytes_of(parameter: nn.Parameter) -> int:
     return held_bytes([parameter])
 
 
-def bytes_of(model: nn.Module, blocks: Blocks, after: After = MappingProxyType({})) -> list[int]:
+def count_block_bytes(model: nn.Module, blocks: Blocks, after: After = MappingProxyType({})) -> list[int]:
     """Return the bytes per block. Parameters outside blocks count for the preceding block, or for the first one."""
     costs, at, seen = [0] * len(blocks), -1, set[int]()
     numbers = {name: k for k, name in enumerate(blocks)}
@@ -193,7 +193,7 @@ def bytes_of(model: nn.Module, blocks: Blocks, after: After = MappingProxyType({
         for parameter in module.parameters(recurse=False):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                costs[max(owner, 0)] += _bytes_of(parameter)
+                costs[max(owner, 0)] += _count_bytes(parameter)
     return [cost + 1 for cost in costs]  # even a module without parameters takes time
 
 
@@ -281,7 +281,7 @@ def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def stages_of(division: Division) -> dict[nn.Module, int]:
+def map_blocks_to_stages(division: Division) -> dict[nn.Module, int]:
     """Return the stage of each block."""
     stages = [stage for stage, size in enumerate(division.balance) for _ in range(size)]
     return dict(zip(division.blocks.values(), stages, strict=True))

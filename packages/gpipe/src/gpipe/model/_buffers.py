@@ -53,7 +53,7 @@ def outside(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
     return [module for module in model.modules() if module not in inside]
 
 
-def copies_of(held: Iterable[Held]) -> list[tuple[Held, Held]]:
+def copy_dicts(held: Iterable[Held]) -> list[tuple[Held, Held]]:
     return [(each, dict(each)) for each in held]
 
 
@@ -73,7 +73,7 @@ def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
     """
     held = [vars(module) for module in modules]
     values = [value for attributes in held for value in attributes.values()]
-    copies = copies_of([*held, *(value for value in values if type(value) in (dict, OrderedDict))])
+    copies = copy_dicts([*held, *(value for value in values if type(value) in (dict, OrderedDict))])
     lists = [(value, [*value]) for value in values if type(value) is list]
     try:
         yield
@@ -98,7 +98,7 @@ class AfterBlocks:
         """Start over, because a block has been called, and it may be the last one."""
         self._kept: dict[int, list[Kept]] = {}
         self._made = ByTensor[bool]()
-        self._before = copies_of(self._held)
+        self._before = copy_dicts(self._held)
 
     def keep(self, buffer: Tensor) -> None:
         """Save the values of ``buffer``, which an operation may modify."""

@@ -17,7 +17,7 @@ from ..checkpoint._attention import chosen_kernels, own_kernels
 from ..checkpoint._parametrized import is_caching, own_cache
 from ..engine._block import Block
 from ..engine._spec import RunSpec
-from ..values._leaves import Activation, Arguments, tensors_of, version
+from ..values._leaves import Activation, Arguments, get_tensors, version
 from ._between import Between
 from ._buffers import AfterBlocks, Held
 from ._called import answered_by
@@ -195,7 +195,7 @@ class Calls:
         """Return the arguments of the model, for its ``inputs``."""
         tensors = [self.tensors.given(leaf) for leaf in inputs.tensors]
         if self.uses is not None:
-            tensors = self.uses.inputs_of(tensors)
+            tensors = self.uses.record_inputs(tensors)
         self._owned.add(tensors, 0)
         return inputs.with_tensors(tensors).value
 
@@ -293,7 +293,7 @@ class Calls:
         left = self._run.left.watch(name, module, self._microbatch, arguments, self._run.is_of_model)
         if call.place is not None:
             current.work.rng.at = call.place
-        given = tensors_of(arguments)
+        given = get_tensors(arguments)
         self._owned.begin()
         for tensor in given:
             self._owned.read(tensor, self.tensors.stage)
@@ -332,7 +332,7 @@ class Calls:
     def _called(self, call: Call, watched: Watched) -> Any:
         """Call a block of this stage, and record which tensors of the model it modifies in place."""
         args, kwargs = watched.args, watched.kwargs
-        own = tensors_of((args, kwargs)) if self.uses is not None else ()
+        own = get_tensors((args, kwargs)) if self.uses is not None else ()
         if self.uses is not None:
             self.uses.called_with(own)
         before = [*map(version, own)]

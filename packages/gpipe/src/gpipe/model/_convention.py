@@ -24,7 +24,7 @@ from microbatch import Arguments, flatten, unflatten
 
 from .._current import doing
 from ..engine._loss_value import own_loss
-from ..module._signature import signature_of
+from ..module._signature import get_signature
 from ._apart import apart, moved
 from ._buffers import outside
 from ._cache import without_cache
@@ -61,14 +61,14 @@ class Convention:
 
 def may_follow(model: nn.Module, inputs: Arguments) -> bool:
     """Return whether ``model`` takes the number of items, and ``inputs`` have labels that may be counted."""
-    labels, signature = inputs.kwargs.get("labels"), signature_of(model)
+    labels, signature = inputs.kwargs.get("labels"), get_signature(model)
     if signature is None or not isinstance(labels, Tensor) or not labels.dim() or labels.is_floating_point():
         return False
     takes_any = any(each.kind == Parameter.VAR_KEYWORD for each in signature.parameters.values())
     return takes_any or COUNT in signature.parameters
 
 
-def convention_of(
+def find_convention(
     model: nn.Module, blocks: Mapping[str, nn.Module], facts: Facts, inputs: Arguments, rows: int
 ) -> Convention | None:
     """Return the convention of a model in its current mode; None if it follows a different one, or cannot be tested.
@@ -82,7 +82,7 @@ def convention_of(
             copied, copies = apart(model, blocks)
             made = _values(facts, inputs, rows)
             with _calls_caught(copied, copies, blocks):
-                around, loss = outside(copied, copies.values()), _loss_of(copied, copies, facts)
+                around, loss = outside(copied, copies.values()), _build_loss(copied, copies, facts)
                 return next((_tried(values, loss, around) for values in made if loss(values) is not None), None)
     except Exception:  # the model cannot be copied, or its blocks return something else than rows of numbers
         return None
@@ -276,7 +276,7 @@ def _calls_caught(
         yield
 
 
-def _loss_of(copied: nn.Module, copies: Mapping[str, nn.Module], facts: Facts) -> Loss:
+def _build_loss(copied: nn.Module, copies: Mapping[str, nn.Module], facts: Facts) -> Loss:
     elsewhere = Elsewhere()
 
     def loss(values: Values) -> Tensor | None:

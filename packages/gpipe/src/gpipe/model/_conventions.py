@@ -12,9 +12,9 @@ from microbatch import Arguments, Batch
 
 from ..values._leaves import as_arguments
 from ._configured import configured
-from ._convention import Convention, convention_of, may_follow
+from ._convention import Convention, find_convention, may_follow
 from ._count import COUNT
-from ._facts import Facts, kind_of
+from ._facts import Facts, get_kind
 
 TRIALS = 4
 """The number of trials for inputs of one kind. A model whose attributes change in each step is not tried forever."""
@@ -29,12 +29,12 @@ class Conventions:
         self._trials = Counter[Any]()
         self._held: list[Any] = []
 
-    def kind_of(self, inputs: Any) -> Any:
+    def find_kind(self, inputs: Any) -> Any:
         """Return the kind of the loss for ``inputs``; None if it does not follow the convention."""
         if not isinstance(inputs, Arguments) or not may_follow(self._model, inputs):
             return None
         kwargs = {name: value for name, value in inputs.kwargs.items() if name != COUNT}
-        kind = kind_of(Arguments(inputs.args, kwargs))
+        kind = get_kind(Arguments(inputs.args, kwargs))
         return None if self._trials[kind] == TRIALS else kind
 
     def __contains__(self, kind: Any) -> bool:
@@ -47,7 +47,7 @@ class Conventions:
     def learn(self, kind: Any, facts: Facts, batch: Batch) -> None:
         """Test the convention for a kind, using the ``facts`` from the forward of a micro-batch."""
         inputs = as_arguments(batch.value)
-        self.keep(kind, convention_of(self._model, self._blocks, facts, Arguments(*inputs), batch.rows[0]))
+        self.keep(kind, find_convention(self._model, self._blocks, facts, Arguments(*inputs), batch.rows[0]))
 
     def keep(self, kind: Any, found: Convention | None) -> None:
         """Store the convention of a kind, which was tested in this process or in a different one."""

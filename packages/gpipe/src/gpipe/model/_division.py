@@ -18,13 +18,13 @@ from ..module._partition import checked_balance
 from ._blocks import Blocks, Costs, Division, candidates, divide, named_blocks, ordered_by
 from ._cache import expect_same_without_cache
 from ._elsewhere import first_line
-from ._order import order_of
+from ._order import find_order
 from ._pick import Pick
 
 _log = logging.getLogger("gpipe")
 
 
-def division_of(
+def divide_model(
     model: nn.Module,
     balance: Iterable[int] | None,
     names: str | Sequence[str] | None,
@@ -52,7 +52,7 @@ def division_of(
     if sample is None or len(division.balance) == 1:
         return division
     try:
-        order = order_of(model, division.blocks, Inputs.of(unwrap(sample)[0]))
+        order = find_order(model, division.blocks, Inputs.of(unwrap(sample)[0]))
     except Exception as error:
         _log.info(
             "the order in which %s uses its modules is not known, because its forward does not run without data (%s); "
@@ -72,7 +72,7 @@ def seconds_on(
     if len(devices) == 1:
         return None
     from ..balance._balance import intra_op_threads  # imported here, because pipes without a sample measure nothing
-    from ._measure import measured, seconds_of
+    from ._measure import compute_seconds, measured
 
     inputs = Inputs.of(unwrap(sample)[0])
     expect_same_without_cache(model, inputs)
@@ -89,4 +89,4 @@ def seconds_on(
                 device,
             )
             return None
-    return partial(seconds_of, rounds)
+    return partial(compute_seconds, rounds)

@@ -39,7 +39,7 @@ class Packed:
             document begins wherever the position does not increase by 1.
 
     >>> from gpipe import GPipe, Packed
-    >>> def pipe_of(model):
+    >>> def build_pipe(model):
     ...     return GPipe(model, devices=["cpu", "cpu"], chunks=4, in_spec=Packed())
     """
 
@@ -70,7 +70,7 @@ class Pieces(NamedTuple):
         return [length for documents in self.documents for length in documents]
 
 
-def pieces_of(rule: Any, inputs: Any, chunks: int) -> Pieces | None:
+def find_pieces(rule: Any, inputs: Any, chunks: int) -> Pieces | None:
     """Return how to split the only row of ``inputs``; None for several rows, no positions, or a different ``rule``.
 
     Raises:

@@ -96,7 +96,7 @@ def _names(facts: Facts) -> str:
     return f"{len(facts.answers)} calls, the last of {facts.answers[-1].block!r}" if facts.answers else "none"
 
 
-def kind_of(value: Any) -> tuple[Any, ...]:
+def get_kind(value: Any) -> tuple[Any, ...]:
     """Return a key for inputs that may lead to different calls of blocks: names, constants, tensor dtypes and ranks."""
     leaves, tree = flatten(value)
     return repr(tree), *[(x.dtype, x.dim()) if isinstance(x, Tensor) else repr(x) for x in leaves]

@@ -42,7 +42,7 @@ class FarMoves(Moves, Protocol):
     def is_own(self, stage: int) -> bool:
         """Return whether ``stage`` is in this process."""
 
-    def home_of(self, tensor: Tensor) -> int | None:
+    def find_stage(self, tensor: Tensor) -> int | None:
         """Return the stage of a parameter or buffer of the model; None for any other tensor."""
 
 
@@ -87,7 +87,7 @@ class FarTensors(Tensors):
         return self._belongs(super().given(leaf) if self._far.is_own(0) else bare(leaf), 0)
 
     def here(self, tensor: Tensor) -> Tensor:
-        home = self._home_of(tensor)
+        home = self._find_stage(tensor)
         if home is None:
             return self._moved(tensor) if self._moves.copies else tensor
         if home == self.stage:
@@ -100,12 +100,12 @@ class FarTensors(Tensors):
 
     def compute(self, function: Callable[..., Any], args: Any, kwargs: Any, here: Callable[[Tensor], Tensor]) -> Any:
         given = _tensors_in((args, kwargs))
-        is_local = any(self._home_of(tensor) is not None for tensor in given)
+        is_local = any(self._find_stage(tensor) is not None for tensor in given)
         draws = current.work.rng.draws
         if is_local and not self._far.is_own(self.stage):
             output = self._without_data(function, changed(args, here), changed(kwargs, here))
         else:
-            fixed = [(tensor, version(tensor)) for tensor in given if self._home_of(tensor) is None and is_local]
+            fixed = [(tensor, version(tensor)) for tensor in given if self._find_stage(tensor) is None and is_local]
             output = function(*changed(args, here), **changed(kwargs, here))
             for tensor, before in fixed:
                 if version(tensor) != before:
@@ -117,7 +117,7 @@ class FarTensors(Tensors):
         return self.made(output, given)
 
     def made(self, output: Any, given: Any = ()) -> Any:
-        common = {id(tensor) for tensor in _tensors_in(given) if self._home_of(tensor) is None}
+        common = {id(tensor) for tensor in _tensors_in(given) if self._find_stage(tensor) is None}
         output = super().made(output) if self._far.is_own(self.stage) else output
         return changed(output, lambda tensor: tensor if id(tensor) in common else self._belongs(tensor, self.stage))
 
@@ -128,12 +128,12 @@ class FarTensors(Tensors):
             "blocks that are called several times to one stage: balance="
         )
 
-    def _home_of(self, tensor: Tensor) -> int | None:
+    def _find_stage(self, tensor: Tensor) -> int | None:
         """Return the stage of ``tensor``, or None if every process has it."""
         found = self._homes.get(tensor)
         if found is not None:
             return found
-        home = self._far.home_of(tensor)
+        home = self._far.find_stage(tensor)
         if home is None and self._changed and storage_id(tensor) in self._changed:
             return self._changed[storage_id(tensor)][1]
         if home is None and tensor.is_meta:

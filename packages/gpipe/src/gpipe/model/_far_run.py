@@ -74,7 +74,7 @@ class FarRun(ModelRun):
             "on each rank; draw in a block, or from torch"
         )
 
-    def home_of(self, tensor: Tensor) -> int | None:
+    def find_stage(self, tensor: Tensor) -> int | None:
         """Return the stage of a parameter or buffer of the model; None for any other tensor."""
         return self._homes.get(id(tensor))
 

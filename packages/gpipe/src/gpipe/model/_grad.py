@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..values._leaves import tensors_of
+from ..values._leaves import get_tensors
 
 
 def differentiated(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Tensor]:
@@ -27,7 +27,7 @@ def differentiated(function: Callable[..., Any], args: Sequence[Any], kwargs: Ma
         )
     if function is not torch.autograd.grad:
         return ()
-    return tensors_of(args[1] if len(args) > 1 else kwargs["inputs"])
+    return get_tensors(args[1] if len(args) > 1 else kwargs["inputs"])
 
 
 class Leaves:

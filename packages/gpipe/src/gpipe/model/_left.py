@@ -12,7 +12,7 @@ from weakref import ref
 from torch import Tensor, nn
 
 from ..checkpoint._state import last_entry
-from ..values._leaves import tensors_of
+from ..values._leaves import get_tensors
 
 
 class _Entry(NamedTuple):
@@ -44,7 +44,7 @@ class Left:
     def begin(self, blocks: Mapping[str, nn.Module]) -> None:
         """Note the tensors in attributes of ``blocks`` before the run."""
         for name, block in blocks.items():
-            self._before.update(_tensors_of(name, block))
+            self._before.update(_find_tensors(name, block))
 
     def watch(
         self, name: str, block: nn.Module, microbatch: int, arguments: Any, is_of_model: Callable[[Tensor], bool]
@@ -56,15 +56,15 @@ class Left:
         """
         if not self._leaves.get(block, True):  # its first call has left nothing
             return lambda output: None
-        before = _tensors_of(name, block)
+        before = _find_tensors(name, block)
         if block not in self._leaves:
             self._expect_none_set(before, is_of_model)
-        given = {*map(id, tensors_of(arguments))}
+        given = {*map(id, get_tensors(arguments))}
         if block in self._leaves:  # an earlier micro-batch may read at any time what this call leaves
             self._in_call[block] = lambda: _set_since(before, given, name, block), microbatch
 
         def look(output: Any) -> None:
-            returned = {*map(id, tensors_of(output))}
+            returned = {*map(id, get_tensors(output))}
             for key in returned & before.keys():  # this call has returned a tensor that an earlier one left
                 self._found.pop(key, None)
             left = {
@@ -107,10 +107,10 @@ class Left:
 
 def _set_since(before: _Found, given: set[int], name: str, block: nn.Module) -> _Found:
     """Return the tensors in attributes of ``block`` that were neither there ``before`` its call nor ``given`` to it."""
-    return {key: each for key, each in _tensors_of(name, block).items() if key not in before and key not in given}
+    return {key: each for key, each in _find_tensors(name, block).items() if key not in before and key not in given}
 
 
-def _tensors_of(name: str, block: nn.Module) -> _Found:
+def _find_tensors(name: str, block: nn.Module) -> _Found:
     """Return the tensors in attributes of ``block``, or at the end of lists in attributes."""
     found: _Found = {}
     for path, module in block.named_modules(prefix=name):

@@ -28,7 +28,7 @@ from ..engine._accumulate import nodes_below
 from ..engine._loss_value import has_own_loss, own_loss
 from ..module._inputs import Inputs
 from ..timeline._record import Clock
-from ..values._leaves import tensors_of
+from ..values._leaves import get_tensors
 from ._blocks import Blocks
 from ._cache import without_cache
 from ._called import answered, answered_by
@@ -73,7 +73,7 @@ def measured(
     return rounds
 
 
-def seconds_of(rounds: Sequence[Round], blocks: Blocks) -> list[float]:
+def compute_seconds(rounds: Sequence[Round], blocks: Blocks) -> list[float]:
     """Return the seconds of each block: the median of its times in all ``rounds``.
 
     Operations before the first block count for the first block, and operations between blocks for the previous one.
@@ -133,7 +133,7 @@ def _backward(output: Any, numbers: Sequence[int], now: Callable[[], Any]) -> li
     """Return the seconds of the backward of each span of the forward."""
     found = [0.0] * len(numbers)
     loss = own_loss(output) if has_own_loss(output) else output
-    roots = [tensor for tensor in tensors_of(loss) if tensor.requires_grad]
+    roots = [tensor for tensor in get_tensors(loss) if tensor.requires_grad]
     passed: list[tuple[int, Any]] = []
 
     def enter(span: int, _: Any) -> None:

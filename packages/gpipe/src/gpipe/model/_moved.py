@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .._torch import saved_tensors_hooks
 from ..engine._offloaded import Offload, dtype_of_guest
-from ..values._leaves import tensors_of, version
+from ..values._leaves import get_tensors, version
 from ._between import Between, is_checkpoint
 from ._tree import changed
 
@@ -85,7 +85,7 @@ class OnLastDevice:
         self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}  # of parameters, which are often used several times
 
     def operate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = tensors_of((args, kwargs))
+        tensors = get_tensors((args, kwargs))
         if not self._combines(tensors):
             return function(*args, **kwargs)
         if is_checkpoint(saved_tensors_hooks()):

@@ -28,7 +28,7 @@ from ._generators import every_generator_restored
 from ._tree import changed
 
 
-def order_of(model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Inputs) -> Order:
+def find_order(model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Inputs) -> Order:
     """Return the order in which ``model`` uses its ``blocks`` for ``inputs``. The model is not changed.
 
     A copy runs, with the same memory: its forward may register hooks, cache tensors, and remember that it did. Only if
@@ -158,7 +158,7 @@ class DryRun:
     def is_of_model(self, tensor: Tensor) -> bool:
         return id(tensor) in self._of_model
 
-    def home_of(self, tensor: Tensor) -> int | None:
+    def find_stage(self, tensor: Tensor) -> int | None:
         self._uses(self._holders.get(id(tensor), []))
         is_known = not tensor.is_meta and not isinstance(tensor, nn.Parameter)
         return 0 if self.is_of_model(tensor) and not is_known else None

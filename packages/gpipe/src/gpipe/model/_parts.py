@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .._gpipe import indented
 from ..module._init._model import Own
-from ._blocks import Blocks, Division, stages_of
+from ._blocks import Blocks, Division, map_blocks_to_stages
 
 
 class Part(nn.Module):
@@ -27,14 +27,14 @@ class Part(nn.Module):
         raise RuntimeError("a part of a model cannot be called; call the pipe")
 
 
-def parts_of(model: nn.Module, division: Division) -> list[Part]:
+def build_parts(model: nn.Module, division: Division) -> list[Part]:
     """Return the part of each stage.
 
     Everything outside the blocks belongs to the stage of the block that is used before it. If that is not known, it
     belongs to the stage of the block that the model registers before it, or to the first stage.
     """
     parts = [Part() for _ in division.balance]
-    for path, module, stage in _entries(model, "", division, stages_of(division), 0, set()):
+    for path, module, stage in _entries(model, "", division, map_blocks_to_stages(division), 0, set()):
         parts[stage]._modules[path] = module
     for part in parts:
         part.training = model.training
@@ -78,7 +78,7 @@ def _contains(module: nn.Module, stages: Mapping[nn.Module, int]) -> bool:
     return any(each in stages for each in module.modules())
 
 
-def common_of(parts: Sequence[nn.Module], blocks: Blocks) -> dict[str, nn.Module]:
+def find_common(parts: Sequence[nn.Module], blocks: Blocks) -> dict[str, nn.Module]:
     """Return the modules that stages share: those with buffers only, and the buffers of modules around blocks."""
     inside = {*blocks.values()}
     found: dict[str, nn.Module] = {}
@@ -91,7 +91,7 @@ def common_of(parts: Sequence[nn.Module], blocks: Blocks) -> dict[str, nn.Module
     return found
 
 
-def others_of(parts: Sequence[nn.Module], blocks: Collection[nn.Module]) -> list[dict[str, nn.Module]]:
+def find_others(parts: Sequence[nn.Module], blocks: Collection[nn.Module]) -> list[dict[str, nn.Module]]:
     """Return the modules in each part that have parameters and are not blocks."""
     return [
         {
@@ -103,7 +103,7 @@ def others_of(parts: Sequence[nn.Module], blocks: Collection[nn.Module]) -> list
     ]
 
 
-def tree_of(model: nn.Module, parts: Sequence[nn.Module]) -> nn.Module:
+def build_tree(model: nn.Module, parts: Sequence[nn.Module]) -> nn.Module:
     """Return a module with the contents of some ``parts`` of ``model``, under its names and in its order."""
     found = [module for part in parts for module in part._modules.values()]
     owned = {module.of: module for module in found if isinstance(module, Own)}

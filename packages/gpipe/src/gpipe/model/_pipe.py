@@ -19,7 +19,7 @@ from ..engine._workers import Workers
 from ..module._arguments import Device, checked_devices, checked_flag, checked_offload, checked_places
 from ..module._devices import untouched_on_failure
 from ..module._frequencies import expect_sums
-from ..module._init import initializer_of, take_off_hooks
+from ..module._init import get_initializer, take_off_hooks
 from ..module._modes import checked_modes, expect_fitting
 from ..module._partition import place_partitions
 from ..module._rule import SeenSums
@@ -30,12 +30,12 @@ from ..skip import inspect_skip_layout
 from ..transport._copy import CopyStreams
 from ..values._leaves import as_value
 from ._blocks import Blocks, Costs, Division
-from ._division import division_of, seconds_on
+from ._division import divide_model, seconds_on
 from ._generate import generate
 from ._inner import through
 from ._instance import InstanceOfModel
 from ._moved import on_last_device
-from ._parts import parts_of
+from ._parts import build_parts
 from ._past import Past
 from ._pick import Pick, picker
 from ._pipeline import ModelPipeline
@@ -72,7 +72,7 @@ class ModelPipe(InstanceOfModel, ModelStepping, GPipe, of_models=True):
     ) -> None:
         nn.Module.__init__(self)
         self.__dict__["_offload"] = checked_offload(offload)
-        initializer, picked = initializer_of(init), picker(pick)
+        initializer, picked = get_initializer(init), picker(pick)
         self.in_spec, self.out_spec = in_spec, out_spec
         self.chunks = chunks
         modes = checked_modes(checkpoint)
@@ -85,7 +85,7 @@ class ModelPipe(InstanceOfModel, ModelStepping, GPipe, of_models=True):
                 module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
             division = _division(module, balance, devices, blocks, sample, picked)
             places = checked_places(devices, len(division.balance))
-            parts = parts_of(module, division)
+            parts = build_parts(module, division)
             expect_shareable(parts, places)
             layers = {name: layer for part in parts for name, layer in part.named_children()}
             place_partitions(layers, parts, places, initializer or kept, 0, offload=bool(self._offload))
@@ -225,7 +225,7 @@ def _division(
     def seconds(blocks: Blocks) -> Costs | None:
         return seconds_on(places(), model, blocks, sample, pick)
 
-    return division_of(model, balance, names, lambda: len(places()), sample, seconds)
+    return divide_model(model, balance, names, lambda: len(places()), sample, seconds)
 
 
 _REGISTERED = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")

@@ -22,10 +22,10 @@ from ..engine._autograd import attach
 from ..engine._loss_value import LossFunction, LossValue
 from ..engine._offloaded import Offload
 from ..engine._whole_loss import WholeLoss
-from ..values._leaves import Activation, as_arguments, as_nonleaf, detach_leaves, tensors_of
-from ..values._sharing import marks_of, with_marks
+from ..values._leaves import Activation, as_arguments, as_nonleaf, detach_leaves, get_tensors
+from ..values._sharing import get_marks, with_marks
 from ._between import Between
-from ._buffers import copies_of, give_back, kept, outside, restore
+from ._buffers import copy_dicts, give_back, kept, outside, restore
 from ._called import answered_by
 from ._collected import collector
 from ._drawn import Draws
@@ -33,8 +33,8 @@ from ._elsewhere import Elsewhere
 from ._facts import Answer, Facts, Place, Shape
 from ._grad import Leaves, differentiated, through_blocks
 from ._moved import Moved, Places
-from ._row_order import Entries, are_in_order, dims_of, numbers_of
-from ._rows import Argument, dim_between, dim_by, joined, order_of, size_of_whole
+from ._row_order import Entries, are_in_order, compute_numbers, get_numbered_dims
+from ._rows import Argument, are_outputs_in_order, dim_between, dim_by, joined, size_of_whole
 from ._tree import changed
 
 
@@ -59,7 +59,7 @@ class Replay:
         counts: the number of rows per micro-batch, then the numbers for inputs with different rows, such as pictures.
         elsewhere: finds the sizes of outputs of blocks.
         devices: the device of each stage.
-        owner_of: returns the original of a tensor that a stage holds as a copy during a run.
+        get_owner: returns the original of a tensor that a stage holds as a copy during a run.
         offload: whether parameters are on the host, and in which dtype stages compute.
     """
 
@@ -75,11 +75,11 @@ class Replay:
         counts: Sequence[Sequence[int]],
         elsewhere: Elsewhere,
         devices: Sequence[torch.device],
-        owner_of: Callable[[Tensor], Tensor] = returned_itself,
+        get_owner: Callable[[Tensor], Tensor] = returned_itself,
         *,
         offload: Offload = False,
     ) -> None:
-        self._owner_of, self._moved = owner_of, Moved(Places(devices, offload))
+        self._get_owner, self._moved = get_owner, Moved(Places(devices, offload))
         self._others = others
         self._model, self._answers, self._devices = model, facts.answers, devices
         self._counts, self._elsewhere = counts, elsewhere
@@ -96,7 +96,7 @@ class Replay:
         self._draws = Draws()
         around = outside(model, blocks) if model.training else []
         self._buffers = kept(buffer for module in around for buffer in module.buffers(recurse=False))
-        self._held = copies_of(module._buffers for module in around)
+        self._held = copy_dicts(module._buffers for module in around)
         self._unjoined: RuntimeError | None = None  # for results that depend on an output of a block without values
 
     def output(self, inputs: Any, pick: Callable[[Any], Any] = returned_itself) -> Any:
@@ -137,7 +137,7 @@ class Replay:
             )
         with self._between.off():
             self._stage = max(self._stage, stage)
-            given = tensors_of((args, kwargs))
+            given = get_tensors((args, kwargs))
             self._leaves.add(given)
             pairs = enumerate(zip(answer.arguments, given, strict=False))
             arguments = [self._argument(k, size, tensor) for k, (size, tensor) in pairs]
@@ -210,14 +210,14 @@ class Replay:
     def _of_others(self) -> RuntimeError:
         return self._unjoined or depends_on_others(self._model)
 
-    def _order_of(self, number: int, dim: int, tensor: Tensor) -> bool | None:
+    def _is_in_order(self, number: int, dim: int, tensor: Tensor) -> bool | None:
         """Return whether an argument of this call has its entries in the order in which micro-batches have them."""
-        for each in dims_of(tensor) if tensor not in self._draws else ():
+        for each in get_numbered_dims(tensor) if tensor not in self._draws else ():
             parts = self._used.pop(Entries(self._calls, number, each), None)
             if parts is None or (dim >= 0 and dim != each):  # without a dim, one micro-batch may have all entries
                 continue
             numbers = [part for part in parts if part is not None]
-            found = are_in_order(numbers, numbers_of(tensor, each), tensor.dtype)
+            found = are_in_order(numbers, compute_numbers(tensor, each), tensor.dtype)
             if found is not None:
                 return found
         return None
@@ -230,7 +230,7 @@ class Replay:
         if self._is_placeholder(tensor):
             return self._placeholders[id(tensor)][1]
         dim = dim_between(size, tensor.shape)
-        return Argument(size, dim, self._order_of(number, dim, tensor))
+        return Argument(size, dim, self._is_in_order(number, dim, tensor))
 
     def _filled_at(self, place: Place, leaf: Shape | Place, arguments: Sequence[Argument], of_call: Sizes) -> Tensor:
         """Return the tensor for the full mini-batch, or a placeholder if the model does not use it."""
@@ -240,13 +240,13 @@ class Replay:
             found = self._joined(self._used.pop(place), place, arguments, of_call)
         else:
             found = torch.zeros((), dtype=leaf.dtype).expand(leaf.size)
-            argument = Argument(leaf.size, dim_by(arguments, leaf.size), order_of(arguments))
+            argument = Argument(leaf.size, dim_by(arguments, leaf.size), are_outputs_in_order(arguments))
             self._placeholders[id(found)] = found, argument
         self._filled[place] = found
         return found
 
     def _sizes(self, name: str, module: nn.Module, function: Any, *given: Any) -> Mapping[int, torch.Size]:
-        if any(map(self._is_placeholder, tensors_of(given))):
+        if any(map(self._is_placeholder, get_tensors(given))):
             return {}  # they have the sizes for a micro-batch
         with answered_by(None):
             return self._elsewhere.sizes(name, module, function, *given)
@@ -264,7 +264,7 @@ class Replay:
         self._unjoined = RuntimeError(
             f"{type(self._model).__name__} calls block {block!r} with the rows of the full mini-batch in another order "
             f"than with those of micro-batches, as if it had sorted them, or joined two inputs; {_WITHOUT}"
-            if order_of(arguments) is False
+            if are_outputs_in_order(arguments) is False
             else f"block {block!r} returned a tensor of shape {tuple(tensors[0].shape)} for {self._counts[0][0]} rows, "
             f"which the model uses itself, and it is not known where its rows are; {_WITHOUT}"
         )
@@ -277,7 +277,7 @@ class Replay:
         """Return ``tensor`` on the device of the current stage."""
         self.read(tensor)
         # A tied parameter is a single leaf here, whichever module holds it.
-        tensor = self._owner_of(tensor) if tensor.is_leaf else tensor
+        tensor = self._get_owner(tensor) if tensor.is_leaf else tensor
         return self._moved.here(tensor, self.device)
 
     def made(self, output: Any) -> Any:
@@ -379,7 +379,7 @@ class ReplayedLoss(WholeLoss):
         self._inputs, self.finding = inputs, learn  # type: ignore[method-assign]
 
     def _value(self, i: int, outputs: Activation, arguments: Sequence[Any]) -> LossValue:
-        return super()._value(i, outputs, (self._entering(), self._tied.owner_of, *arguments))
+        return super()._value(i, outputs, (self._entering(), self._tied.get_owner, *arguments))
 
     def _entering(self) -> Any:
         """Return the inputs as leaves. For the caller's graph, their gradients are added to the stages' gradients."""
@@ -391,10 +391,10 @@ class ReplayedLoss(WholeLoss):
         return as_nonleaf(leaves).value
 
 
-def used_of(outputs: Sequence[Activation]) -> Activation:
+def get_used_tensors(outputs: Sequence[Activation]) -> Activation:
     """Return the used tensors of each micro-batch. Each of ``outputs`` pairs the model's output, or None, with them."""
     used = [each.value[1] for each in outputs]
     found = Activation(used)
     if len(outputs) > 1:
         return found
-    return with_marks(found, marks_of(outputs[0])[-len(found.tensors) :] if found.tensors else [])
+    return with_marks(found, get_marks(outputs[0])[-len(found.tensors) :] if found.tensors else [])

@@ -35,14 +35,14 @@ class Entries(NamedTuple):
     dim: int
 
 
-def dims_of(tensor: Tensor) -> range:
+def get_numbered_dims(tensor: Tensor) -> range:
     """Return the dimensions of ``tensor`` whose entries have numbers."""
     has_elements = tensor.layout is torch.strided and has_data(tensor) and tensor.numel()
     return range(min(tensor.dim(), DIMS) if has_elements else 0)
 
 
 @torch.no_grad()
-def numbers_of(tensor: Tensor, dim: int) -> Tensor:
+def compute_numbers(tensor: Tensor, dim: int) -> Tensor:
     """Return one number per entry of ``tensor`` in dimension ``dim``, computed from a sample of its elements."""
     found = tensor.detach().movedim(dim, 0)
     found = found[(slice(None), *[slice(None, None, max(1, size // SAMPLE)) for size in found.shape[1:]])]

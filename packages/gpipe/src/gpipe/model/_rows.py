@@ -17,7 +17,7 @@ from torch import Tensor
 
 from microbatch import Batch
 
-from ..values._leaves import tensors_of
+from ..values._leaves import get_tensors
 
 UNKNOWN: Final = -1
 NOWHERE: Final = -2
@@ -38,7 +38,7 @@ class Argument(NamedTuple):
     in_order: bool | None = None
 
 
-def order_of(arguments: Sequence[Argument]) -> bool | None:
+def are_outputs_in_order(arguments: Sequence[Argument]) -> bool | None:
     """Return whether the outputs of a block with these ``arguments`` are in order; None if that is not known."""
     known = {argument.in_order for argument in arguments} - {None}
     return None if not known else False not in known
@@ -64,10 +64,10 @@ def dim_by(arguments: Sequence[Argument], size: torch.Size) -> int:
     return found if found < len(size) and size[found] in known else UNKNOWN
 
 
-def counts_of(batches: Sequence[Batch], inputs: Any) -> list[Sequence[int]]:
+def list_row_counts(batches: Sequence[Batch], inputs: Any) -> list[Sequence[int]]:
     """Return the number of rows per micro-batch, then the numbers for each of the ``inputs`` with different rows."""
     found = dict.fromkeys(zip(*[batch.rows for batch in batches], strict=True))
-    wholes, *columns = tensors_of(inputs), *[tensors_of(batch.value) for batch in batches]
+    wholes, *columns = get_tensors(inputs), *[get_tensors(batch.value) for batch in batches]
     if all(len(column) == len(wholes) for column in columns):  # no list is cut by its entries
         for whole, *parts in zip(wholes, *columns, strict=True):
             dim = max(dim_between(part.shape, whole.shape) for part in parts)  # the first may be the whole
@@ -86,7 +86,7 @@ def joined(parts: Sequence[Tensor], counts: Sequence[Sequence[int]], arguments: 
         The tensor, or None if the dimension of its rows is not known.
     """
     sizes = [part.shape for part in parts]
-    dim, in_order = _dim_of(sizes, arguments), order_of(arguments)
+    dim, in_order = _find_dim(sizes, arguments), are_outputs_in_order(arguments)
     if dim == NOWHERE:
         return parts[0].clone()  # because it does not depend on rows
     if dim == UNKNOWN or in_order is False:
@@ -98,12 +98,12 @@ def joined(parts: Sequence[Tensor], counts: Sequence[Sequence[int]], arguments: 
 
 def size_of_whole(sizes: Sequence[torch.Size], arguments: Sequence[Argument]) -> torch.Size | None:
     """Return the size for the full mini-batch of an output with these ``sizes`` for micro-batches, if it is known."""
-    dim = _dim_of(sizes, arguments)
+    dim = _find_dim(sizes, arguments)
     first = sizes[0]
     return None if dim < 0 else torch.Size([*first[:dim], sum(size[dim] for size in sizes), *first[dim + 1 :]])
 
 
-def _dim_of(sizes: Sequence[torch.Size], arguments: Sequence[Argument]) -> int:
+def _find_dim(sizes: Sequence[torch.Size], arguments: Sequence[Argument]) -> int:
     dim = dim_by(arguments, sizes[0])
     if len({*sizes}) > 1:
         dim = next((found for size in sizes if (found := dim_between(sizes[0], size)) != NOWHERE), UNKNOWN)

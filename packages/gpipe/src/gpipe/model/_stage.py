@@ -14,7 +14,7 @@ from ..engine._recomputation import Recomputation
 from ..engine._stage import Stage
 from ..module._init._model import Own
 from ..skip import SkipLayout
-from ._blocks import Division, stages_of
+from ._blocks import Division, map_blocks_to_stages
 from ._called import answered
 from ._pick import Pick
 
@@ -44,7 +44,7 @@ class ModelStage(Stage):
         found._modules.update({n: each for n, each in self.module._modules.items() if each in self._recomputations})
         return found
 
-    def recomputation_of(self, block: nn.Module) -> Recomputation:
+    def get_recomputation(self, block: nn.Module) -> Recomputation:
         if block not in self._recomputations:
             self._recomputations[block] = Recomputation(block)
         return self._recomputations[block]
@@ -74,5 +74,5 @@ class DividedModel(NamedTuple):
 
     def answering(self) -> AbstractContextManager[None]:
         """Return a context in which stages, or a replay, handle the calls of blocks."""
-        stages = {**self.stages_of_others, **stages_of(self.division)}
+        stages = {**self.stages_of_others, **map_blocks_to_stages(self.division)}
         return answered({**self.others, **self.division.blocks}, stages)

@@ -22,13 +22,13 @@ from ..engine._losses import Losses
 from ..engine._spec import RunSpec
 from ..engine._stage import Stage
 from ..engine._stage_run import StageRun, StageRuns, Trained
-from ..engine._tied import Tied, contents_of
+from ..engine._tied import Tied, collect_contents
 from ..transport._copy import Copy, carriers
 from ..transport._transport import AnyChannel, Transport
 from ..values._leaves import Activation, storage_id
 from ._buffers import Held, outside
 from ._cache import without_cache
-from ._facts import Facts, joined_facts, kind_of
+from ._facts import Facts, get_kind, joined_facts
 from ._fixed import Fixed
 from ._forward import Forward
 from ._generators import Drawing, Numbers
@@ -123,10 +123,10 @@ class ModelRun(StageRuns):
     def walking(self) -> Iterator[None]:
         # If stages share tensors, modules now hold the copies of this run.
         for index in reversed(range(self.count)):
-            self._homes.update(dict.fromkeys(contents_of(self._divided_model.parts[index]).tensors, index))
+            self._homes.update(dict.fromkeys(collect_contents(self._divided_model.parts[index]).tensors, index))
         self._homes.update(self._tied.guests())
         for module in self._divided_model.common:
-            for tensor in contents_of(module).tensors:
+            for tensor in collect_contents(module).tensors:
                 self._homes.pop(tensor, None)
         self.left.begin(self._divided_model.division.blocks)
         try:
@@ -152,7 +152,7 @@ class ModelRun(StageRuns):
         """Return the forward of a micro-batch, which is created in the turn of the first stage."""
         if microbatch not in self.forwards:
             mode = self.model.training, self.spec.trains, torch.is_inference_mode_enabled()
-            self.kind = self.kind or (*mode, *(kind_of(inputs.value) if self.replays else ()))
+            self.kind = self.kind or (*mode, *(get_kind(inputs.value) if self.replays else ()))
             known = self._known.get(self.kind)
             self.is_known = known is not None
             self.forwards[microbatch] = Forward(self, microbatch, inputs, known if self.replays else None)
@@ -190,7 +190,7 @@ class ModelRun(StageRuns):
             return None
         if module not in self._blocks:
             own = self._own[stage]
-            self._blocks[module] = Block(own, own.recomputation_of(module))
+            self._blocks[module] = Block(own, own.get_recomputation(module))
         return self._blocks[module]
 
     def tell_of_objects(self, module: nn.Module) -> None:
@@ -233,13 +233,13 @@ class ModelRun(StageRuns):
 
     def parameter(self, tensor: Tensor, stage: int) -> Tensor:
         """Return a parameter or buffer of the model for an operation of ``stage``; a copy if another stage owns it."""
-        guest = self._tied.guest_of(tensor, stage)
+        guest = self._tied.find_guest(tensor, stage)
         if guest is not None:
             return guest
         home = self._homes.get(id(tensor), stage)
         if home == stage:
             return tensor
-        key = id(self._tied.owner_of(tensor)), stage
+        key = id(self._tied.get_owner(tensor)), stage
         if key not in self._copied:
             with torch.set_grad_enabled(self.spec.trains):  # the model may be in no_grad() now
                 copy = self._tied.copy(tensor, stage, self.places[stage][0])

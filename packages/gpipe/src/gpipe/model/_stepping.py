@@ -24,19 +24,19 @@ from ..module._split_batch import Checked, are_cut_by_rows, checked
 from ..module._step import Asked, Prepared, Stepping
 from ..module._training import whole_arguments
 from ..skip.layout import skippables
-from ..values._leaves import Activation, tensors_of
+from ..values._leaves import Activation, get_tensors
 from ..values._sharing import gathered
 from ._apart import unchanged
 from ._blocks import Blocks, Division
 from ._cache import expect_same_without_cache, without_cache
 from ._convention import Convention
 from ._count import with_whole_count
-from ._documents import Packed, are_apart, cut_between, mean_of_row, pieces_of, share_a_row
+from ._documents import Packed, are_apart, cut_between, find_pieces, mean_of_row, share_a_row
 from ._entries import with_entries
 from ._pick import Pick
 from ._pipeline import ModelPipeline
-from ._replay import Replay, ReplayedLoss, depends_on_others, ordered, returned_itself, used_of
-from ._rows import counts_of
+from ._replay import Replay, ReplayedLoss, depends_on_others, get_used_tensors, ordered, returned_itself
+from ._rows import list_row_counts
 
 Pipe = TypeVar("Pipe", bound="ModelStepping")
 
@@ -101,15 +101,15 @@ class ModelStepping(Stepping):
             outputs = compute_outputs(pipeline, spec._replace(replays=out_spec is None), batches, versions)
             if out_spec is not None:
                 return gathered(outputs, batches, out_spec)
-            return self._output_of(pipeline, outputs, batches, given.bare)
+            return self._compute_output(pipeline, outputs, batches, given.bare)
 
         return pipeline.run_lock.run(run)
 
-    def _output_of(
+    def _compute_output(
         self, pipeline: ModelPipeline, outputs: Sequence[Activation], batches: Sequence[Batch], inputs: Any
     ) -> Any:
         """Return the output of a module for the full mini-batch, from the outputs of a run."""
-        used = used_of(outputs).value
+        used = get_used_tensors(outputs).value
         with pipeline.divided.answering(), without_cache(self._whole_model):
             return ordered(self._replayed(pipeline, used, batches, inputs), {*self._devices})
 
@@ -124,12 +124,12 @@ class ModelStepping(Stepping):
         used: Any,
         batches: Sequence[Batch],
         inputs: Any,
-        owner_of: Callable[[Tensor], Tensor] = returned_itself,
+        get_owner: Callable[[Tensor], Tensor] = returned_itself,
         pick: Callable[[Any], Any] = returned_itself,
     ) -> Any:
         """Return the output of a module for the full mini-batch, computed from the outputs of blocks that it uses."""
         try:
-            facts, counts = pipeline.shown(), counts_of(batches, inputs)
+            facts, counts = pipeline.shown(), list_row_counts(batches, inputs)
             model, others = pipeline.divided.model, pipeline.divided.stages_of_others
             replay = Replay(
                 model,
@@ -140,7 +140,7 @@ class ModelStepping(Stepping):
                 counts,
                 pipeline.elsewhere,
                 self._places,
-                owner_of,
+                get_owner,
                 offload=self._offload,
             )
             return replay.output(inputs, lambda output: pick(pipeline.divided.pick(output)))
@@ -149,7 +149,7 @@ class ModelStepping(Stepping):
             raise
 
     def _cut(self, inputs: Checked, part: nn.Module | None = None) -> tuple[list[Batch], Versions]:
-        pieces = pieces_of(self.in_spec, inputs.bare, self._chunks)
+        pieces = find_pieces(self.in_spec, inputs.bare, self._chunks)
         try:
             return super()._cut(inputs if pieces is None else cut_between(pieces, inputs), part)
         except ValueError as error:
@@ -162,7 +162,7 @@ class ModelStepping(Stepping):
         return super()._cuts_by_name or isinstance(self.in_spec, Packed)
 
     def _cut_for_loss(self, asked: Asked) -> Asked:
-        if asked.call.reduction == "mean" and pieces_of(self.in_spec, unwrap(asked.inputs)[0], self._chunks):
+        if asked.call.reduction == "mean" and find_pieces(self.in_spec, unwrap(asked.inputs)[0], self._chunks):
             raise mean_of_row()
         conventions, kind = self._shown().conventions, self._kind_of_loss(asked)
         if not (kind in conventions or is_left_open(asked.schedule) or asked.schedule == "fill_drain"):
@@ -185,12 +185,12 @@ class ModelStepping(Stepping):
         if not is_own or self.out_spec is not None or not self._cuts_by_name or has_loss(asked.schedule):
             return None
         bare, spec = unwrap(asked.inputs)
-        pieces = pieces_of(self.in_spec, bare, self._chunks)
+        pieces = find_pieces(self.in_spec, bare, self._chunks)
         if pieces is not None and not are_apart(pieces, Inputs.of(bare).kwargs.get("labels")):
             return None
         if (spec is not None or self.in_spec is not None) and not are_cut_by_rows(self._checked(asked.inputs)):
             return None
-        return self._shown().conventions.kind_of(bare)
+        return self._shown().conventions.find_kind(bare)
 
     def _try_out(self, kind: Any, inputs: Any) -> None:
         """Test before the first step how the model computes a loss, using a forward of the first micro-batch."""
@@ -217,8 +217,8 @@ class ModelStepping(Stepping):
         inputs = self._checked(asked.inputs).bare
         kept: dict[int, Activation] = {}
 
-        def loss(used: Any, inputs: Any, owner_of: Callable[[Tensor], Tensor], *others: Any) -> Any:
-            output = self._replayed(self._shown(), used, batches, inputs, owner_of, pick)
+        def loss(used: Any, inputs: Any, get_owner: Callable[[Tensor], Tensor], *others: Any) -> Any:
+            output = self._replayed(self._shown(), used, batches, inputs, get_owner, pick)
             if call.return_outputs:  # a copy, because loss_fn may modify it
                 kept[0] = Activation(map_tensors(lambda tensor: tensor.detach().clone(), output))
             try:
@@ -234,7 +234,7 @@ class ModelStepping(Stepping):
         unlike = None if call.reduction is None else self._unlike(asked)
         weight = 1.0 / call.divisor
         learn = partial(self._learned, asked)
-        losses = ReplayedLoss(loss, inputs, arguments, used_of, weight=weight, unlike=unlike, learn=learn)
+        losses = ReplayedLoss(loss, inputs, arguments, get_used_tensors, weight=weight, unlike=unlike, learn=learn)
         losses.outputs = kept
         return losses
 
@@ -258,7 +258,7 @@ class ModelStepping(Stepping):
 
 def _lacks_data(value: Any) -> bool:
     """Return whether a tensor in ``value`` is on ``meta``, because it depends on parameters of another process."""
-    return any(tensor.is_meta for tensor in tensors_of(value))
+    return any(tensor.is_meta for tensor in get_tensors(value))
 
 
 def expect_own_forward(module: nn.Module) -> None:

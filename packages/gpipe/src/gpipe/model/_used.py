@@ -17,7 +17,7 @@ from microbatch import flatten
 from ..values._by_tensor import ByTensor
 from ..values._leaves import version
 from ._facts import Answer, Facts, Place, Shape
-from ._row_order import Entries, dims_of, numbers_of
+from ._row_order import Entries, compute_numbers, get_numbered_dims
 from ._tensors import Tensors
 
 
@@ -60,7 +60,7 @@ class Uses:
         self._altered, self._written = ByTensor[str](), ByTensor[str]()
         self._inputs: list[tuple[Tensor, int]] = []
 
-    def inputs_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def record_inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the inputs of the model, cloned if it modifies them in place, because a replay repeats this."""
         known = self._known
         found = [
@@ -74,13 +74,13 @@ class Uses:
 
         If the forward is known, this is done only for arguments whose sizes no earlier call had.
         """
-        sizes = tuple([tensor.shape for tensor in tensors if dims_of(tensor)])
+        sizes = tuple([tensor.shape for tensor in tensors if get_numbered_dims(tensor)])
         if self._known is not None and sizes in self._sizes:
             return
         self._sizes.add(sizes)
         for k, tensor in enumerate(tensors):
-            for dim in dims_of(tensor):
-                self.orders[Entries(len(self.answers), k, dim)] = numbers_of(tensor, dim)
+            for dim in get_numbered_dims(tensor):
+                self.orders[Entries(len(self.answers), k, dim)] = compute_numbers(tensor, dim)
 
     def record(self, block: str, output: Any, collected: Any, arguments: Sequence[torch.Size]) -> None:
         """Record the output of ``block``, and the values that hooks inside it have collected."""

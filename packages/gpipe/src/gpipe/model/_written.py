@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..values._leaves import tensors_of
+from ..values._leaves import get_tensors
 from ._tree import changed
 
 _Container = list[Any] | MutableMapping[Any, Any]
@@ -53,7 +53,7 @@ class Written:
             written = [value for key, value in now if key not in places or places[key] is not value]
             # A value that was there before, under another key, is not noticed when the model reads it.
             keeps = len(now) == len(before) if isinstance(its, list) else places.keys() <= dict(now).keys()
-            is_in_tensors = is_in_tensors and keeps and all(id(x) not in known and tensors_of(x) for x in written)
+            is_in_tensors = is_in_tensors and keeps and all(id(x) not in known and get_tensors(x) for x in written)
             if isinstance(mine, list):
                 mine[:] = [value for _, value in found]
             else:
@@ -71,7 +71,7 @@ class Written:
 
 
 def _put(value: Any, put: Callable[[Tensor], Tensor]) -> Any:
-    return changed(value, put) if tensors_of(value) else value
+    return changed(value, put) if get_tensors(value) else value
 
 
 def _entries(container: _Container) -> _Entries:

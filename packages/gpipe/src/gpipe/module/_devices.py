@@ -188,10 +188,10 @@ def give_data(tensor: Tensor, other: Tensor) -> None:
     try:
         tensor.data = other
     except RuntimeError:  # torch allows this only between common device types
-        swap_data(tensor, leaf_of(other, tensor.requires_grad))
+        swap_data(tensor, create_leaf(other, tensor.requires_grad))
 
 
-def leaf_of(data: Tensor, requires_grad: bool) -> Tensor:
+def create_leaf(data: Tensor, requires_grad: bool) -> Tensor:
     """Return ``data`` as a separate leaf tensor, for :func:`swap_data`."""
     # Not detach(): torch forbids `.data = ...` on its result.
     return nn.Parameter(data, requires_grad=requires_grad)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..engine._loss_value import LossFunction
 from ..values._leaves import Arguments, as_arguments
 from ._arguments import closest_name
-from ._signature import signature_of
+from ._signature import get_signature
 
 
 class NOTHING:
@@ -94,7 +94,7 @@ def called_with(layer: nn.Module, call: Call) -> Any:
         return call.input
     inputs, kwargs = given_to(call), {} if call.input is NOTHING else as_arguments(call.input)[1]
     # Checked here, because the layer would raise on a worker, after the batch was split and moved.
-    signature = signature_of(layer) or _ANYTHING
+    signature = get_signature(layer) or _ANYTHING
     problem = _problem(signature, inputs, call)
     if problem or kwargs.keys() & call.arguments.keys():
         raise TypeError(

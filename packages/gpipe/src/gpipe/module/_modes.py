@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine._stage import Stage, stages_of
+from ..engine._stage import Stage, build_stages
 from ..skip import SkipLayout, inspect_skip_layout
 from ._arguments import checked_mode
 
@@ -40,4 +40,4 @@ def laid_out(partitions: Iterable[nn.Module], devices: Sequence[torch.device]) -
     """Return one stage per partition, and the layout of the skips between them."""
     modules = list(partitions)
     layout = inspect_skip_layout(modules)
-    return stages_of(modules, devices, layout), layout
+    return build_stages(modules, devices, layout), layout

@@ -80,7 +80,7 @@ class Flattened(nn.Sequential):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def tree_of(layers: nn.Module, partitions: Iterable[nn.Module]) -> nn.Module | None:
+def extract_model(layers: nn.Module, partitions: Iterable[nn.Module]) -> nn.Module | None:
     """Return the model of ``layers``, reduced to the modules in ``partitions``, in the order of the model.
 
     Returns:
@@ -95,16 +95,16 @@ def tree_of(layers: nn.Module, partitions: Iterable[nn.Module]) -> nn.Module | N
         return None
     if not any(parameter not in parameters for parameter in model.parameters()):
         return model
-    return _part_of(model, modules, parameters | {buffer for each in partitions for buffer in each.buffers()})
+    return _extract_part(model, modules, parameters | {buffer for each in partitions for buffer in each.buffers()})
 
 
-def _part_of(module: nn.Module, modules: Collection[nn.Module], tensors: Collection[Tensor]) -> nn.Module | None:
+def _extract_part(module: nn.Module, modules: Collection[nn.Module], tensors: Collection[Tensor]) -> nn.Module | None:
     """Return ``module`` if it is in ``modules``, else a copy reduced to ``modules`` and ``tensors``; None if empty."""
     if module in modules:
         return module
-    part = _shell_of(module)
+    part = _make_shallow_copy(module)
     for name, child in module._modules.items():
-        found = None if child is None else _part_of(child, modules, tensors)
+        found = None if child is None else _extract_part(child, modules, tensors)
         if found is None:
             del part._modules[name]
         else:
@@ -115,7 +115,7 @@ def _part_of(module: nn.Module, modules: Collection[nn.Module], tensors: Collect
     return part if part._modules or part._parameters or part._buffers else None
 
 
-def _shell_of(module: nn.Module) -> nn.Module:
+def _make_shallow_copy(module: nn.Module) -> nn.Module:
     """Return a shallow copy with the same tensors, children and hooks, but separate dicts and sets."""
     shell: nn.Module = object.__new__(type(module))  # copy.copy raises for some classes, such as parametrized ones
     for name, value in vars(module).items():

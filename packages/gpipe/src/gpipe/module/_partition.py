@@ -123,14 +123,14 @@ def divide(
     offload: bool = False,
 ) -> nn.ModuleList:
     """Split ``module`` into partitions on their devices. Shared tensors are placed with the first partition."""
-    partitions = partitions_of(module, balance)
+    partitions = split_layers(module, balance)
     expect_shareable(list(partitions), places)
     layers = dict(module.named_children())
     place_partitions(layers, list(partitions), places, initializer, norm_chunks, offload=offload)
     return partitions
 
 
-def partitions_of(module: nn.Sequential, balance: Sequence[int]) -> nn.ModuleList:
+def split_layers(module: nn.Sequential, balance: Sequence[int]) -> nn.ModuleList:
     """Split ``module`` into partitions, without moving its layers."""
     children = list(module._modules.items())
     refuse_duplicate_layers(children)

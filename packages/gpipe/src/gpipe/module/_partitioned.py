@@ -12,7 +12,7 @@ from ..engine._worker_steps import Size
 from ..schedule import checkpoint_stops
 from ..schedule._modes import offloading_stages
 from ._modes import Modes
-from ._names import divide_names, tree_of
+from ._names import divide_names, extract_model
 
 Pipe = TypeVar("Pipe", bound="PartitionedModule")
 
@@ -35,7 +35,7 @@ class PartitionedModule(nn.Module):
 
         If the layers were taken out of a model, its modules are registered instead, in their order in the model.
         """
-        model = tree_of(layers, partitions)
+        model = extract_model(layers, partitions)
         if model is None:
             for partition in partitions:
                 self._modules.update(partition._modules)  # not add_module: a layer may have the name of an attribute

@@ -50,7 +50,7 @@ class Rule(NamedTuple):
     more: Sequence[tuple[Any, ...]] | None = None
 
 
-def rule_of(call: Call, batches: Sequence[HasRows], out_spec: Any, *, returns_sums: bool, adds: bool) -> Rule | None:
+def find_rule(call: Call, batches: Sequence[HasRows], out_spec: Any, *, returns_sums: bool, adds: bool) -> Rule | None:
     """Return the rule for a call of ``step`` or ``evaluate``; None if it is not known how the losses add up.
 
     Args:
@@ -60,7 +60,7 @@ def rule_of(call: Call, batches: Sequence[HasRows], out_spec: Any, *, returns_su
         adds: whether the model computes its loss by the convention of ``num_items_in_batch``.
     """
     loss_fn = own_loss if call.loss_fn is None else call.loss_fn
-    shares, divisor = shares_of(batches), call.divisor
+    shares, divisor = compute_shares(batches), call.divisor
     found = torch_loss(loss_fn, call.target) if call.reduction != "sum" else None
     if found is not None and (sizes := _cut_alike(found[1].shape[found[0].dim], batches)):
         known, target = found
@@ -81,7 +81,7 @@ def rule_of(call: Call, batches: Sequence[HasRows], out_spec: Any, *, returns_su
     return Rule(loss_fn, None) if returns_sums else None
 
 
-def shares_of(batches: Sequence[HasRows]) -> list[float]:
+def compute_shares(batches: Sequence[HasRows]) -> list[float]:
     """Return each micro-batch's fraction of the rows of the mini-batch."""
     # The first tensor has one row per sample, even if others have several.
     rows = [batch.rows[0] for batch in batches]

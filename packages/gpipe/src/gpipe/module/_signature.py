@@ -36,7 +36,7 @@ def class_for(
         is_model: whether ``first`` is a model.
     """
     kind = vars(kind).get("_plain_class", kind)
-    signature = None if first is None else signature_of(first)
+    signature = None if first is None else get_signature(first)
     if signature is None or kind.forward is not forward:
         return kind
     suffix = f"Of{type(first).__name__}" if is_model else ""
@@ -70,7 +70,7 @@ def _with_signature(function: Callable[..., Any], signature: inspect.Signature) 
     return twin
 
 
-def signature_of(layer: nn.Module) -> inspect.Signature | None:
+def get_signature(layer: nn.Module) -> inspect.Signature | None:
     compiled: nn.Module = getattr(layer, "_orig_mod", layer)
     own = own_forward(compiled) if isinstance(compiled, Skippable) else compiled.forward
     with suppress(TypeError, ValueError):

@@ -27,18 +27,18 @@ from ._arguments import checked_chunks
 from ._frequencies import expect_sums
 from ._keywords import NOTHING, Call, called_with
 from ._partitioned import PartitionedModule
-from ._rule import OF_ALL_ROWS, OF_MODEL, Rule, SeenSums, has_loss, is_left_open, of_model_under, rule_of, unlike
+from ._rule import OF_ALL_ROWS, OF_MODEL, Rule, SeenSums, find_rule, has_loss, is_left_open, of_model_under, unlike
 from ._split_batch import Checked, checked, expect_proportional, split_batch
 from ._tied import pin_parameters
 from ._training import (
     Unlike,
+    build_losses,
+    build_whole_loss,
     expect_grad_mode,
-    losses_of,
     returned,
     warn_about_settings,
     warn_of_mixing,
     warn_of_one,
-    whole_loss_of,
 )
 from ._transforms import not_compiled, refuse_transforms
 
@@ -330,7 +330,7 @@ class Stepping(PartitionedModule):
         """Return how losses of micro-batches add up; None if unknown."""
         call = asked.call
         sums = call.loss_fn is not None and call.loss_fn in self._sums
-        return rule_of(call, asked.batches, self.out_spec, returns_sums=sums, adds=self._adds_up(asked))
+        return find_rule(call, asked.batches, self.out_spec, returns_sums=sums, adds=self._adds_up(asked))
 
     def _unlike(self, asked: Asked) -> Unlike:
         return unlike(asked.call, asked.schedule)
@@ -364,9 +364,9 @@ class Stepping(PartitionedModule):
         device = self._pipeline.stages[-1].device
         if not whole:
             rule = self._rule(asked) or Rule(call.loss_fn or own_loss, None)
-            return losses_of(call, rule, batches, (self._chunks, self._least_rows), device, self._unlike(asked))
+            return build_losses(call, rule, batches, (self._chunks, self._least_rows), device, self._unlike(asked))
         self._warn_of_whole(asked)
-        return whole_loss_of(call, batches, self.out_spec, device, self._unlike(asked))
+        return build_whole_loss(call, batches, self.out_spec, device, self._unlike(asked))
 
     @property
     def _has_warned_of_batch(self) -> bool:

@@ -84,7 +84,7 @@ def warn_of_mixing(model: nn.Module) -> None:
         )
 
 
-def losses_of(
+def build_losses(
     call: Call, rule: Rule, batches: Sequence[Batch], chunks: Chunks, device: torch.device, error: Unlike
 ) -> MicrobatchLosses:
     """Return the object that computes one loss per micro-batch on ``device``; ``error`` makes its errors."""
@@ -101,7 +101,7 @@ def _moved(values: Sequence[Any], device: torch.device) -> list[Any]:
     return [value.to(device) if isinstance(value, Tensor) else value for value in values]
 
 
-def whole_loss_of(
+def build_whole_loss(
     call: Call, batches: Sequence[Batch], out_spec: Any, device: torch.device, error: Unlike
 ) -> WholeLoss:
     """Return the object that computes the loss once on ``device``, from the joined outputs of ``batches``."""

@@ -57,13 +57,13 @@ class Coded:
         """Return the arrival of each input, negative until it is known."""
         return self._unknown.copy()
 
-    def order_of(self, lanes: Iterable[Lane]) -> Order:
+    def encode(self, lanes: Iterable[Lane]) -> Order:
         """Return the order of actions that the workers run in ``lanes``."""
         m, n = self.problem.microbatches, self.problem.stages
         return [[(_SLOT_OF[kind] * n + j) * m + i for j, (kind, i) in lane] for lane in lanes]
 
     def worker_steps(self, order: Order) -> WorkerSteps:
-        """Return the order as worker steps; the inverse of :meth:`order_of`."""
+        """Return the order as worker steps; the inverse of :meth:`encode`."""
         m, n = self.problem.microbatches, self.problem.stages
         return tuple(
             tuple(Step(code // m % n, Action(SLOTS[code // (m * n)], code % m)) for code in line) for line in order

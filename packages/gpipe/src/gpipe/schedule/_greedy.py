@@ -45,7 +45,7 @@ class Demand(NamedTuple):
     more_cells: int
 
 
-def demands_of(problem: Problem, worker: int, microbatch: int) -> list[Demand]:
+def compute_demands(problem: Problem, worker: int, microbatch: int) -> list[Demand]:
     """Return the demand before each action of a micro-batch on ``worker``, and after the last.
 
     The actions are the forwards of its stages, then their recomputations and backwards in reverse order. Weight
@@ -76,7 +76,7 @@ def _demands(problem: Problem, worker: int) -> list[list[Demand]]:
     changes = {0, *(problem.stops[j] for j in problem.owned[worker])}
     found = list[list[Demand]]()
     for i in range(problem.microbatches):
-        found.append(demands_of(problem, worker, i) if i in changes else found[-1])
+        found.append(compute_demands(problem, worker, i) if i in changes else found[-1])
     return found
 
 

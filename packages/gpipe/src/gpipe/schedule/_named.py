@@ -16,7 +16,7 @@ from ._lanes import (
 )
 from ._modes import Stops, stop_of_each
 from ._replay import Lane, steps_of_lanes
-from ._schedule import Schedule, programs_of
+from ._schedule import Schedule, build_programs
 from ._v_shaped import dualpipev_turns, v_placement, v_shaped, zbv_turns
 
 _MAKERS: dict[str, Callable[[int, int, int, int], Steps]] = {
@@ -69,7 +69,7 @@ def named(
     """
     own = _made(name, microbatches, _own_placement(name, placement), checkpoint_stop, split)
     worker_steps = steps_of_lanes(own)
-    return Schedule(programs_of(worker_steps, len(placement)), worker_steps)
+    return Schedule(build_programs(worker_steps, len(placement)), worker_steps)
 
 
 def lanes(

@@ -146,7 +146,7 @@ def _worker(
             yield j, (kind, i)
         start = arrival if arrival > clock else clock
         if link.is_used:
-            start = link.start_of(j, kind, i, start)
+            start = link.compute_start(j, kind, i, start)
         end = start + took
         outbox[i] = end + hop
         if spans is not None:
@@ -180,7 +180,7 @@ class _HostLink:
         # When the memory of cells that have left is free, and whether the worker waits for it.
         self._leaving = self._freed = 0.0
 
-    def start_of(self, stage: int, kind: Kind, i: int, start: float) -> float:
+    def compute_start(self, stage: int, kind: Kind, i: int, start: float) -> float:
         """Return the start of a computation that could start at ``start`` if nothing had to arrive."""
         self._last[stage] = kind
         return max(start, self._loaded.get(stage, 0.0), self._arrived.get((stage, i), 0.0), self._freed)

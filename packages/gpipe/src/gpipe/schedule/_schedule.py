@@ -81,7 +81,7 @@ class Schedule(tuple[Program, ...]):
             for worker, (number, words) in enumerate([line for line in lines if line[1]])
         )
         stages = 1 + max((step.stage for steps in worker_steps for step in steps), default=-1)
-        return cls(programs_of(worker_steps, stages), worker_steps)
+        return cls(build_programs(worker_steps, stages), worker_steps)
 
     def on(self, placement: Sequence[int]) -> WorkerSteps:
         """Return the steps of each worker if stage j runs on worker ``placement[j]``.
@@ -128,7 +128,7 @@ class Schedule(tuple[Program, ...]):
             tuple(each for step in line for each in _recomputing(step, present, stops[step.stage]))
             for line in self._lines
         )
-        return Schedule(programs_of(lines, len(self)), None if self.worker_steps is None else lines)
+        return Schedule(build_programs(lines, len(self)), None if self.worker_steps is None else lines)
 
     def loading(self, placement: Sequence[int], offloaded: Collection[int] | None = None, room: int = ROOM) -> Schedule:
         """Add the loads and unloads of stages whose parameters are on the host.
@@ -151,7 +151,7 @@ class Schedule(tuple[Program, ...]):
         stages = range(len(self)) if offloaded is None else offloaded
         worker_steps = with_loads(self.on(placement), stages, room)
         expect_loaded(worker_steps, stages)
-        return Schedule(programs_of(worker_steps, len(self)), worker_steps)
+        return Schedule(build_programs(worker_steps, len(self)), worker_steps)
 
     def offloading(
         self, placement: Sequence[int], stages: Collection[int] | None = None, room: int = CELLS
@@ -179,7 +179,7 @@ class Schedule(tuple[Program, ...]):
         own = range(len(self)) if stages is None else stages
         worker_steps = with_offloads(self.on(placement), own, room)
         expect_prefetched(worker_steps, own)
-        return Schedule(programs_of(worker_steps, len(self)), worker_steps)
+        return Schedule(build_programs(worker_steps, len(self)), worker_steps)
 
     @property
     def has_loss(self) -> bool:
@@ -214,7 +214,7 @@ class Schedule(tuple[Program, ...]):
         for line in self._lines:
             place = max((k for k, step in enumerate(line, start=1) if step in forwards), default=0)
             lines.append((*line[:place], Step(last, LOSS_OF_ALL), *line[place:]) if place else line)
-        return Schedule(programs_of(lines, len(self)), None if self.worker_steps is None else tuple(lines))
+        return Schedule(build_programs(lines, len(self)), None if self.worker_steps is None else tuple(lines))
 
     @property
     def _lines(self) -> WorkerSteps:
@@ -256,7 +256,7 @@ def _needed_steps(worker_steps: WorkerSteps, programs: Sequence[Program]) -> Wor
     on = Counter(j for steps in worker_steps for j in {step.stage for step in steps})
     if shared := [j for j, lines in on.items() if lines > 1]:
         raise ValueError(f"the steps of stage {shared[0]} are on {on[shared[0]]} workers; write them on one line")
-    found = programs_of(worker_steps, max(len(programs), *(j + 1 for j in on), 0))
+    found = build_programs(worker_steps, max(len(programs), *(j + 1 for j in on), 0))
     if wrong := [j for j, pair in enumerate(zip_longest(found, programs)) if pair[0] != pair[1]]:
         raise ValueError(
             f"the worker steps and the programs have different steps of stage {wrong[0]}, or a different order"
@@ -264,7 +264,7 @@ def _needed_steps(worker_steps: WorkerSteps, programs: Sequence[Program]) -> Wor
     return None if len(on) == len(worker_steps) else worker_steps
 
 
-def programs_of(worker_steps: Sequence[tuple[Step, ...]], stages: int) -> list[Program]:
+def build_programs(worker_steps: Sequence[tuple[Step, ...]], stages: int) -> list[Program]:
     found: list[list[Action]] = [[] for _ in range(stages)]
     for stage, action in chain.from_iterable(worker_steps):
         found[stage].append(action)

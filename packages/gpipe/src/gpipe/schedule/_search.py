@@ -25,7 +25,7 @@ from ._named import SCHEDULES, lanes, named
 from ._periodic import Pace, periodic
 from ._problem import Limits, Problem
 from ._replay import KindSeconds
-from ._schedule import Schedule, programs_of
+from ._schedule import Schedule, build_programs
 
 Way = TypeVar("Way", Rule, Pace)
 
@@ -114,26 +114,26 @@ def search(
     _expect_room(problem, numbers)
     coded = Coded(problem)
     worker_steps = coded.worker_steps(best_order(coded))
-    return Schedule(programs_of(worker_steps, problem.stages), worker_steps)
+    return Schedule(build_programs(worker_steps, problem.stages), worker_steps)
 
 
 def best_order(coded: Coded) -> Order:
     """Return the fastest order that is found and fits; a named one if no other is faster."""
-    problem, bound = coded.problem, bound_of(coded.problem)
+    problem, bound = coded.problem, compute_lower_bound(coded.problem)
     # The bound is a sum in a different order than a replay's.
     bound *= 1 + 1e-9
     known = sorted(_named_orders(coded), key=coded.score)[:1]
     if known and coded.makespan(known[0]) <= bound:
         return known[0]
     small = Coded(_with_fewer(problem))
-    ways = _best_of(coded, small, _RULES[: _LAID // small.problem.actions + 1], lay, _KEPT_RULES)
-    ways += _best_of(coded, small, _PACES[: _PACED // small.problem.actions + 1], periodic, _KEPT_PACES)
+    ways = _select_best(coded, small, _RULES[: _LAID // small.problem.actions + 1], lay, _KEPT_RULES)
+    ways += _select_best(coded, small, _PACES[: _PACED // small.problem.actions + 1], periodic, _KEPT_PACES)
     starts = [*known, *ways]
     replays = _REPLAYED // problem.actions // max(1, len(starts))
     return min([*known, *(improved(coded, order, replays, bound) for order in starts)], key=coded.score)
 
 
-def bound_of(problem: Problem) -> float:
+def compute_lower_bound(problem: Problem) -> float:
     """Return a time that no order is faster than: a worker waits for its first input, and computes all its actions."""
     forwards = [seconds[Kind.FORWARD] for seconds in problem.seconds]
     arrivals = [sum(forwards[:j]) + sum(problem.hops[: j + 1]) for j in range(problem.stages)]
@@ -152,12 +152,12 @@ def _named_orders(coded: Coded) -> Iterator[Order]:
             own = lanes(name, problem.microbatches, problem.placement, problem.stops, split)
         except ValueError:  # it needs a different placement
             continue
-        order = coded.order_of(own)
+        order = coded.encode(own)
         if coded.fits(order):
             yield order
 
 
-def _best_of(
+def _select_best(
     coded: Coded, small: Coded, ways: Sequence[Way], made: Callable[[Coded, Way], Order], kept: int
 ) -> list[Order]:
     """Return the orders of the best ways that fit, compared on fewer micro-batches.

@@ -41,7 +41,7 @@ class Activation:
 
     def __init__(self, value: Any, tensors: tuple[Tensor, ...] | None = None, marks: Sequence[int] = ()) -> None:
         if tensors is None:
-            tensors = (value,) if isinstance(value, Tensor) else tensors_of(value)
+            tensors = (value,) if isinstance(value, Tensor) else get_tensors(value)
         self.value = value
         self.tensors = tensors
         self.marks = marks
@@ -64,7 +64,7 @@ def as_arguments(value: Any) -> Arguments:
     return value if isinstance(value, Arguments) else Arguments((value,), {})
 
 
-def tensors_of(value: Any) -> tuple[Tensor, ...]:
+def get_tensors(value: Any) -> tuple[Tensor, ...]:
     if isinstance(value, Tensor):
         return (value,)
     return value if is_flat(value) else tuple([leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)])

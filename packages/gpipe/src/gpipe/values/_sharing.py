@@ -27,7 +27,7 @@ from ._leaves import Activation, clone, storage_id, versions
 OWN, PRESERVED, SHARED = 0, 1, 2
 
 
-def marks_of(activation: Activation) -> Sequence[int]:
+def get_marks(activation: Activation) -> Sequence[int]:
     return activation.marks or [OWN] * len(activation.tensors)
 
 
@@ -62,7 +62,7 @@ def owned(activation: Activation) -> Activation:
     return as_copied(own)
 
 
-def uncounted_of(activation: Activation) -> list[tuple[Tensor, Tensor]]:
+def copy_uncounted(activation: Activation) -> list[tuple[Tensor, Tensor]]:
     """Return the ``SHARED`` inference tensors, which have no version counters, each with a copy to compare."""
     pairs = zip(activation.tensors, activation.marks, strict=False)
     return [(tensor, tensor.clone()) for tensor, mark in pairs if mark == SHARED and tensor.is_inference()]
@@ -76,7 +76,7 @@ def refuse_shared_changes(
     Args:
         who: the layers that may have done it, as the subject of the message.
         before: the versions of all tensors at the beginning.
-        uncounted: the result of :func:`uncounted_of` at the beginning.
+        uncounted: the result of :func:`copy_uncounted` at the beginning.
     """
     shared = [mark == SHARED for mark in activation.marks]
     counted = any(flag and a != b for flag, a, b in zip(shared, before, versions(activation), strict=False))
@@ -94,13 +94,13 @@ def _differs(a: Tensor, b: Tensor) -> bool:
 
 def joined(parts: Sequence[Activation]) -> Activation:
     whole = Activation(tuple([part.value for part in parts]))
-    return with_marks(whole, [mark for part in parts for mark in marks_of(part)])
+    return with_marks(whole, [mark for part in parts for mark in get_marks(part)])
 
 
 def divided(activation: Activation) -> list[Activation]:
     """Invert :func:`joined`: return one activation per value in the tuple."""
     parts = [Activation(value) for value in activation.value]
-    marks = iter(marks_of(activation))
+    marks = iter(get_marks(activation))
     return [with_marks(part, [next(marks) for _ in part.tensors]) for part in parts]
 
 
@@ -149,7 +149,7 @@ def gathered(outputs: Sequence[Activation], batches: Sequence[Batch], spec: Any 
     whole = gather(map(Batch, map(_value, outputs), map(_rows, batches)), spec)
     if len(outputs) == 1 or SHARED not in chain.from_iterable(map(_marks, outputs)):
         return whole
-    shared = iter([SHARED in marks for marks in zip(*map(marks_of, outputs), strict=True)])
+    shared = iter([SHARED in marks for marks in zip(*map(get_marks, outputs), strict=True)])
     return map_tensors(lambda tensor: unchangeable(tensor) if next(shared) else tensor, whole)
 
 
@@ -158,7 +158,7 @@ def gathered_activation(outputs: Sequence[Activation], batches: Sequence[Batch],
     if len(outputs) == 1:
         return outputs[0]
     whole = Activation(gather(map(Batch, map(_value, outputs), map(_rows, batches)), spec))
-    return with_marks(whole, [SHARED * (SHARED in marks) for marks in zip(*map(marks_of, outputs), strict=True)])
+    return with_marks(whole, [SHARED * (SHARED in marks) for marks in zip(*map(get_marks, outputs), strict=True)])
 
 
 _value, _rows, _marks = attrgetter("value"), attrgetter("rows"), attrgetter("marks")

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .._names import Flattened
-from ._model import Layers, Owned, modules_of, modules_of_layer, names_of, prefix_of
+from ._model import Layers, Owned, get_layer_state, get_prefix, iterate_modules, modules_of_layer
 from ._quantized import is_part, packed, unpack
 from ._sources import state_dict_at
 
@@ -24,7 +24,7 @@ A fresh tensor has been allocated, but not written.
 """
 
 
-def initializer_of(init: Any) -> Initializer | None:
+def get_initializer(init: Any) -> Initializer | None:
     if init is None:
         return None
     if isinstance(init, str) and init == "reset":
@@ -55,7 +55,7 @@ def reset_layer(layers: Layers, name: str, fresh: Mapping[int, Tensor]) -> None:
 
 def _reset(owned: Owned, targets: Mapping[int, Tensor]) -> None:
     """Initialize the ``targets`` in one module. All other tensors keep their values."""
-    own = _reset_of(owned.module)
+    own = _find_reset(owned.module)
     below = [*owned.module.parameters(), *owned.module.buffers()]
     with _kept([tensor for tensor in below if id(tensor) not in targets]):
         if own and any(id(tensor) in targets for _, tensor in owned.tensors()):
@@ -65,7 +65,7 @@ def _reset(owned: Owned, targets: Mapping[int, Tensor]) -> None:
             owned.owner._init_weights(owned.module)
 
 
-def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
+def _find_reset(module: nn.Module) -> Callable[[], Any] | None:
     # torch's MultiheadAttention and Transformer use the second name.
     found = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     return found if callable(found) else None
@@ -91,7 +91,7 @@ class Loaded:
         self._state = state
 
     def expect_names(self, layers: Layers) -> None:
-        expected = {key: value for name in layers for key, value in names_of(layers, name).items()}
+        expected = {key: value for name in layers for key, value in get_layer_state(layers, name).items()}
         # A tied tensor may be saved under only one of its names.
         saved = {id(expected[key]): key for key in self._state if key in expected}
         self._saved = {key: saved[id(tensor)] for key, tensor in expected.items() if id(tensor) in saved}
@@ -114,7 +114,7 @@ class Loaded:
     def __call__(self, layers: Layers, name: str, fresh: Mapping[int, Tensor]) -> None:
         for owned in modules_of_layer(layers, name):
             _reset(owned, {id(tensor): tensor for tensor in owned.computed() if id(tensor) in fresh})
-        names = names_of(layers, name)
+        names = get_layer_state(layers, name)
         read = {key for key, value in names.items() if key in self._state or id(value) in fresh}
         arrived = read & self._packed.keys()
         read -= arrived
@@ -132,18 +132,18 @@ def _load(layer: nn.Module, name: str, state: OrderedDict[str, Any]) -> None:
     if name and "." not in name:
         Flattened(OrderedDict({name: layer})).load_state_dict(state)  # its errors contain the full names
         return
-    size = len(prefix_of(name))
+    size = len(get_prefix(name))
     own = OrderedDict({key[size:]: value for key, value in state.items()})
     versions = getattr(state, "_metadata", None) or {}
     own._metadata = {  # type: ignore[attr-defined]
-        key[size:]: value for key, value in versions.items() if f"{key}.".startswith(prefix_of(name))
+        key[size:]: value for key, value in versions.items() if f"{key}.".startswith(get_prefix(name))
     }
     layer.load_state_dict(own)
 
 
 def _is_allowed(layers: Layers, name: str) -> bool:
     """Return whether a Hugging Face model allows checkpoints to contain an additional entry ``name``."""
-    owners = {id(each.owner): each.owner for each in modules_of(layers)}
+    owners = {id(each.owner): each.owner for each in iterate_modules(layers)}
     patterns = [p for o in owners.values() for p in getattr(o, "_keys_to_ignore_on_load_unexpected", None) or ()]
     return any(re.search(pattern, name) for pattern in patterns)
 

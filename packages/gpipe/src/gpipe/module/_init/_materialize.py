@@ -10,9 +10,9 @@ from torch.nn.parameter import is_lazy
 
 from streams import add_note
 
-from .._devices import give_data, leaf_of, move, swap_data
+from .._devices import create_leaf, give_data, move, swap_data
 from ._initializer import Initializer, Loaded
-from ._model import Layers, Owned, modules_of
+from ._model import Layers, Owned, iterate_modules
 
 _UNWRITTEN = 255
 """The value of each byte that has not been written: NaN in floating-point dtypes, -1 in signed integers."""
@@ -32,7 +32,7 @@ def expect_materializable(layers: Layers, places: Sequence[torch.device], initia
     """
     if any(place.type == "meta" for place in places):
         raise ValueError("devices: 'meta' cannot hold the data that init= loads; omit init=, or pass other devices")
-    named = [(owned.named(name), tensor) for owned in modules_of(layers) for name, tensor in owned.tensors()]
+    named = [(owned.named(name), tensor) for owned in iterate_modules(layers) for name, tensor in owned.tensors()]
     for name, tensor in named:
         if is_lazy(tensor) or (tensor.is_meta and type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__):
             raise ValueError(
@@ -70,7 +70,7 @@ def materialize(
             device = torch.device("cpu") if place.type == "cpu" else place
             for name in block:
                 _materialize_layer(layers, name, device, memory, initializer)
-        _expect_values(modules_of(layers), memory)
+        _expect_values(iterate_modules(layers), memory)
 
 
 def _materialize_layer(
@@ -107,7 +107,7 @@ class Memory:
             self._rooms[meta._cdata] = meta, room
         room = self._rooms[meta._cdata][1].view(tensor.dtype)
         view = torch.as_strided(room, tensor.size(), tensor.stride(), tensor.storage_offset())
-        swap_data(tensor, leaf_of(view, tensor.requires_grad))
+        swap_data(tensor, create_leaf(view, tensor.requires_grad))
         self.fresh[id(tensor)] = tensor
 
 

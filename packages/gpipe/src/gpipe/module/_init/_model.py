@@ -52,7 +52,7 @@ class Owned(NamedTuple):
         return (tensor for name, tensor in self.tensors() if name in self.module._non_persistent_buffers_set)
 
 
-def modules_of(layers: Layers) -> Iterator[Owned]:
+def iterate_modules(layers: Layers) -> Iterator[Owned]:
     """Iterate over the modules of all layers, children before their parents, as in ``nn.Module.apply``."""
     for name in layers:
         yield from modules_of_layer(layers, name)
@@ -91,12 +91,12 @@ def _owner_around(layers: Layers, path: str) -> Any:
     return owner
 
 
-def names_of(layers: Layers, name: str) -> dict[str, Any]:
+def get_layer_state(layers: Layers, name: str) -> dict[str, Any]:
     """Return the entries of one layer in the model's state dict."""
-    found: dict[str, Any] = layers[name].state_dict(prefix=prefix_of(name), keep_vars=True)
+    found: dict[str, Any] = layers[name].state_dict(prefix=get_prefix(name), keep_vars=True)
     return found
 
 
-def prefix_of(name: str) -> str:
+def get_prefix(name: str) -> str:
     """Return the prefix of the names in a layer; empty for the model itself."""
     return f"{name}." if name else ""
