@@ -11,7 +11,7 @@ from torch.utils._pytree import TreeSpec
 from ._batch import Batch
 from ._paths import LeafPath, leaf_paths
 from ._rules import ROWS, Entries, Mean, Rule, Split, Sum
-from ._spec import ruled
+from ._spec import assign_rules
 from ._tree import flatten, is_tensors, unflatten
 
 
@@ -53,16 +53,16 @@ def gather(batches: Iterable[Batch], spec: Any = None) -> Any:
     values = tuple([batch.value for batch in batches])
     first = values[0]
     if spec is None and is_tensors(values):
-        return joined(values, ROWS, batches, LeafPath(first, 0, "output"))
+        return join(values, ROWS, batches, LeafPath(first, 0, "output"))
     if spec is None and is_tensors(first) and all(is_tensors(value) and len(value) == len(first) for value in values):
         columns = enumerate(zip(*values, strict=True))
-        return tuple([joined(column, ROWS, batches, LeafPath(first, i, "output")) for i, column in columns])
-    first, leaves, rules, tree = ruled(first, spec, "output")
+        return tuple([join(column, ROWS, batches, LeafPath(first, i, "output")) for i, column in columns])
+    first, leaves, rules, tree = assign_rules(first, spec, "output")
     if any(isinstance(rule, Entries) for rule in rules):
         raise TypeError("the spec of the output has Entries(), which is only for inputs; give a different rule")
     rows = [leaves, *[_leaves_like(first, tree, value, i) for i, value in enumerate(values) if i]]
     columns = enumerate(zip(*rows, strict=True))
-    return unflatten([joined(column, rules[i], batches, LeafPath(first, i, "output")) for i, column in columns], tree)
+    return unflatten([join(column, rules[i], batches, LeafPath(first, i, "output")) for i, column in columns], tree)
 
 
 def _leaves_like(first: Any, tree: TreeSpec, value: Any, i: int) -> list[Any]:
@@ -70,23 +70,23 @@ def _leaves_like(first: Any, tree: TreeSpec, value: Any, i: int) -> list[Any]:
     # Trees are equal if their types, keys and constants are. Otherwise unrelated leaves would be combined.
     if its != tree:
         raise ValueError(
-            f"micro-batch {i} is unlike micro-batch 0: a {type(value).__name__} with the leaves {_listed(value)} "
-            f"instead of a {type(first).__name__} with the leaves {_listed(first)}; "
+            f"micro-batch {i} is unlike micro-batch 0: a {type(value).__name__} with the leaves {_list_paths(value)} "
+            f"instead of a {type(first).__name__} with the leaves {_list_paths(first)}; "
             "all must have the same types, keys and constants"
         )
     return leaves
 
 
-def _listed(value: Any) -> str:
+def _list_paths(value: Any) -> str:
     return ", ".join(leaf_paths(value, "output")) or "none"
 
 
-def joined(parts: Sequence[Any], rule: Rule, batches: Sequence[Batch], place: LeafPath) -> Any:
+def join(parts: Sequence[Any], rule: Rule, batches: Sequence[Batch], place: LeafPath) -> Any:
     """Combine one leaf of all `batches` by its rule."""
     if isinstance(rule, Split):
-        return _rows_joined(parts, rule, batches, place)
+        return _join_rows(parts, rule, batches, place)
     if isinstance(rule, Mean | Sum):
-        return _reduced(parts, rule, batches, place)
+        return _reduce(parts, rule, batches, place)
     for i, part in enumerate(parts):
         if not _equal(parts[0], part):
             raise ValueError(
@@ -95,7 +95,7 @@ def joined(parts: Sequence[Any], rule: Rule, batches: Sequence[Batch], place: Le
     return parts[0]
 
 
-def _rows_joined(parts: Sequence[Any], rule: Split, batches: Sequence[Batch], place: LeafPath) -> Tensor:
+def _join_rows(parts: Sequence[Any], rule: Split, batches: Sequence[Batch], place: LeafPath) -> Tensor:
     first, dim = parts[0], rule.dim
     if not -first.dim() <= dim < first.dim():
         raise ValueError(
@@ -131,7 +131,7 @@ def concatenate(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
         return torch.cat(tuple(tensors), dim)
 
 
-def _reduced(parts: Sequence[Any], rule: Mean | Sum, batches: Sequence[Batch], place: LeafPath) -> Any:
+def _reduce(parts: Sequence[Any], rule: Mean | Sum, batches: Sequence[Batch], place: LeafPath) -> Any:
     first = parts[0]
     if isinstance(first, Tensor):
         _expect_alike(parts, place)

@@ -27,25 +27,25 @@ def is_plain(leaf: Any) -> bool:
     )
 
 
-def opened(value: Any) -> Any:
+def open_plain(value: Any) -> Any:
     return pytree.tree_map(lambda leaf: _Opened(leaf) if is_plain(leaf) else leaf, value)
 
 
 def branches(value: Any) -> list[tuple[str, Any]]:
     """Return the fields of a dataclass, or the items of a mapping, in order, with their labels in a path."""
     label = "[{!r}]" if isinstance(value, Mapping) else ".{}"
-    return [(label.format(name), branch) for name, branch in _named(value).items()]
+    return [(label.format(name), branch) for name, branch in _to_dict(value).items()]
 
 
-def _named(value: Any) -> dict[Any, Any]:
+def _to_dict(value: Any) -> dict[Any, Any]:
     if isinstance(value, Mapping):
         return {key: value[key] for key in value}
     return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
 def _flatten(node: _Opened) -> tuple[list[Any], tuple[type, tuple[Any, ...]]]:
-    named = _named(node.value)
-    return list(map(opened, named.values())), (type(node.value), tuple(named))
+    named = _to_dict(node.value)
+    return list(map(open_plain, named.values())), (type(node.value), tuple(named))
 
 
 def _unflatten(values: Any, shape: tuple[type, tuple[Any, ...]]) -> Any:

@@ -15,7 +15,7 @@ class NoValue:
 Counts = Tensor | Sequence[int]
 
 
-def _checked(counts: Counts) -> tuple[int, ...]:
+def _check_counts(counts: Counts) -> tuple[int, ...]:
     try:
         numbers = tuple(map(operator.index, counts.tolist() if isinstance(counts, Tensor) else counts))
     except TypeError:
@@ -70,7 +70,7 @@ class Split:
             raise TypeError(f"dim of Split is {dim!r}; expected an integer, as in Split(1) or Split(x, dim=1)")
         object.__setattr__(self, "value", value)
         object.__setattr__(self, "dim", dim)
-        object.__setattr__(self, "counts", counts if counts is None or callable(counts) else _checked(counts))
+        object.__setattr__(self, "counts", counts if counts is None or callable(counts) else _check_counts(counts))
 
     def __repr__(self) -> str:
         counts = "" if self.counts is None else f", counts={self.counts!r}"
@@ -146,7 +146,7 @@ ROWS = Split(0)
 """The default rule of a tensor. `gather` checks rows only for this object, and not for an explicit `Split(0)`."""
 
 
-def resolved(rule: Rule, batch: Any) -> Rule:
+def resolve_rule(rule: Rule, batch: Any) -> Rule:
     """Return the rule with its `counts` evaluated for this mini-batch if they are a function."""
     if isinstance(rule, Split) and callable(rule.counts):
         return Split(dim=rule.dim, counts=rule.counts(batch))

@@ -114,7 +114,7 @@ wrap it in Replicate() to pass it whole to every micro-batch
 
 
 def _scatter(value: Any, chunks: int, spec: Any, root: str, cut: Cut, least: int) -> list[Batch]:
-    divide = partial(rows_of_parts, chunks=counted(chunks), least=counted(least, "least"))
+    divide = partial(rows_of_parts, chunks=check_count(chunks), least=check_count(least, "least"))
     if spec is None and isinstance(value, Tensor):
         sizes, parts = _column(value, ROWS, divide, cut, LeafPath(value, 0, root))
         return [Batch(part, (rows,)) for part, rows in zip(parts, sizes, strict=True)]
@@ -193,7 +193,7 @@ def _column(tensor: Tensor, rule: Split, divide: Divide, cut: Cut, place: LeafPa
         raise TypeError(f"{place} is of type {type(tensor).__name__}, which torch cannot split: {error}") from error
 
 
-def counted(number: Any, name: str = "chunks") -> int:
+def check_count(number: Any, name: str = "chunks") -> int:
     """Convert `number` to an int; raise TypeError or ValueError unless it is an integer of at least 1."""
     try:
         found = operator.index(number)

@@ -10,7 +10,7 @@ from torch.utils._pytree import TreeSpec
 
 from ._arguments import Arguments
 from ._paths import LeafPath, children, describe
-from ._rules import ROWS, Entries, Mean, NoValue, Replicate, Rule, Split, Sum, resolved, wraps
+from ._rules import ROWS, Entries, Mean, NoValue, Replicate, Rule, Split, Sum, resolve_rule, wraps
 from ._tree import flatten, list_leaves, unflatten
 
 
@@ -40,7 +40,7 @@ def rules(tree: Any, spec: Any = None, root: str = "input") -> list[Rule]:
     >>> rules({'x': torch.ones(2), 'n': 3, 'none': None}, {'x': None, 'n': Replicate(), 'none': None})
     [Split(0), Replicate(), None]
     """
-    return ruled(tree, spec, root).rules
+    return assign_rules(tree, spec, root).rules
 
 
 def unwrap(value: Any, spec: Any = None, root: str = "input") -> tuple[Any, Any]:
@@ -64,7 +64,7 @@ def unwrap(value: Any, spec: Any = None, root: str = "input") -> tuple[Any, Any]
         return value, None
     leaves, tree = flatten(value)
     if not any(map(wraps, leaves)):
-        return value, spec if spec is None else _resolved(value, spec, root)
+        return value, spec if spec is None else _resolve_rules(value, spec, root)
     asked = enumerate(zip(leaves, _broadcast(value, spec, root), strict=True))
     rules = [rule for i, (leaf, outer) in asked for rule in _inner_rules(leaf, outer, LeafPath(value, i, root))]
     # A rule may wrap a value that contains rules.
@@ -85,9 +85,9 @@ def _inner_rules(leaf: Any, rule: Rule, place: LeafPath) -> list[Rule]:
     return [own] * len(inner)
 
 
-def _resolved(value: Any, spec: Any, root: str) -> Leafwise:
+def _resolve_rules(value: Any, spec: Any, root: str) -> Leafwise:
     batch = value.kwargs if isinstance(value, Arguments) and not value.args else value
-    return Leafwise([resolved(rule, batch) for rule in _broadcast(value, spec, root)])
+    return Leafwise([resolve_rule(rule, batch) for rule in _broadcast(value, spec, root)])
 
 
 def entry_lists(value: Any, rules: Sequence[Rule], place: str) -> list[list[Any]]:
@@ -121,7 +121,7 @@ class Ruled(NamedTuple):
 
 
 def cut_rules(value: Any, spec: Any, root: str) -> Ruled:
-    found = ruled(*unwrap(value, spec, root), root)
+    found = assign_rules(*unwrap(value, spec, root), root)
     for i, rule in enumerate(found.rules):
         if isinstance(rule, Mean | Sum):
             raise TypeError(
@@ -131,7 +131,7 @@ def cut_rules(value: Any, spec: Any, root: str) -> Ruled:
     return found
 
 
-def ruled(value: Any, spec: Any, root: str) -> Ruled:
+def assign_rules(value: Any, spec: Any, root: str) -> Ruled:
     leaves, tree = flatten(value)
     asked: list[Rule] = [None] * len(leaves) if spec is None else list(_broadcast(value, spec, root))
     _refuse_packed(value, root)

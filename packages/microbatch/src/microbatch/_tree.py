@@ -6,7 +6,7 @@ from typing import Any
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from ._plain import is_plain, opened
+from ._plain import is_plain, open_plain
 
 
 def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
@@ -26,7 +26,7 @@ def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
     ([1, 2, None], {'x': 3, 'y': (4, 5)})
     """
     leaves, tree = pytree.tree_flatten(value)
-    return pytree.tree_flatten(opened(value)) if _holds_plain(leaves) else (leaves, tree)
+    return pytree.tree_flatten(open_plain(value)) if _holds_plain(leaves) else (leaves, tree)
 
 
 def unflatten(leaves: Iterable[Any], tree: pytree.TreeSpec) -> Any:
@@ -56,7 +56,7 @@ def unflatten(leaves: Iterable[Any], tree: pytree.TreeSpec) -> Any:
 def list_leaves(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
     """Return only the leaves. Nodes count as leaves if `is_leaf` returns True for them."""
     leaves = pytree.tree_leaves(value, is_leaf=is_leaf)
-    return pytree.tree_leaves(opened(value), is_leaf=is_leaf) if _holds_plain(leaves) else leaves
+    return pytree.tree_leaves(open_plain(value), is_leaf=is_leaf) if _holds_plain(leaves) else leaves
 
 
 def _holds_plain(leaves: list[Any]) -> bool:
