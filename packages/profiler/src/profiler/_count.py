@@ -17,7 +17,7 @@ from microbatch import Batch, flatten
 
 from ._allocations import AllocationTracker
 from ._data import LayerProfile
-from ._ends import SEED, copied, enter_batch, ones_backward_root
+from ._ends import SEED, copy_batch, enter_batch, ones_backward_root
 from ._forms import compute_form
 from ._skips import find_routes
 from ._storages import storages, tensor_bytes
@@ -45,7 +45,7 @@ def count_layers(
     """
     found: list[_Count] = []
     count: Callable[[Visit], _Count] = partial(_count, backward=backward)
-    copy, first = partial(copy_on, device=device), partial(copied, device=device)
+    copy, first = partial(copy_on, device=device), partial(copy_batch, device=device)
     if device.type == "meta":
         mode = fake_mode()
         # Count equal layers once, because deep models repeat blocks.
@@ -97,17 +97,17 @@ def _count(visit: Visit, backward: bool, mode: Callable[[], AbstractContextManag
     of its output, so the storages that stay alive are the ones that this layer needs.
     """
     entered, tracker = enter_batch(visit.input, copies=True), AllocationTracker()
-    inputs = _watched(entered)
+    inputs = _watch(entered)
     with mode(), tracker:
         output, roots = visit.forward(entered)
     saved, given = tracker.alive(), tensor_bytes(output.value)
-    outputs, next_input = _watched(output), copied(output)
+    outputs, next_input = _watch(output), copy_batch(output)
     ones_root = ones_backward_root(roots) if roots and backward else None
     # After this, inputs are alive only if the graph or the output needs them, and outputs only if the graph does.
     del entered, roots
-    freed = _freed_bytes(inputs)
+    freed = _count_freed_bytes(inputs)
     del output
-    passing = _freed_bytes(outputs)
+    passing = _count_freed_bytes(outputs)
     if ones_root is not None:
         with mode(), tracker:
             torch.autograd.backward(ones_root, SEED)
@@ -135,12 +135,12 @@ def _warn(name: str, uncounted: set[str]) -> None:
 _Watched = list[tuple["weakref.ref[torch.UntypedStorage]", int]]
 
 
-def _watched(tensors: Iterable[torch.Tensor]) -> _Watched:
+def _watch(tensors: Iterable[torch.Tensor]) -> _Watched:
     found = {storage._cdata: storage for storage in storages(list(tensors))}
     return [(weakref.ref(storage), storage.nbytes()) for storage in found.values()]
 
 
-def _freed_bytes(watched: _Watched) -> int:
+def _count_freed_bytes(watched: _Watched) -> int:
     return sum(size for ref, size in watched if ref() is None)
 
 

@@ -41,7 +41,7 @@ def enter_batch(batch: Batch, *, copies: bool = False) -> Batch:
     return batch.call(lambda value: map_tensors(lambda x: enter(x, copies=copies), value))
 
 
-def copied(batch: Batch, device: torch.device | None = None) -> Batch:
+def copy_batch(batch: Batch, device: torch.device | None = None) -> Batch:
     """Return a detached copy, which a layer may overwrite."""
 
     def clone(x: torch.Tensor) -> torch.Tensor:

@@ -75,17 +75,17 @@ def _recurrent_backward(*args: Any) -> int:
     return 2 * _recurrent(*args)
 
 
-def _named(names: Sequence[str], value: Any) -> dict[Any, Any]:
+def _map_operations(names: Sequence[str], value: Any) -> dict[Any, Any]:
     """Map the operations that this version of PyTorch has to ``value``."""
     return {getattr(_aten, name): value for name in names if hasattr(_aten, name)}
 
 
 _OWN: dict[Any, Formula] = {
-    **_named(("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"), _recurrent),
-    **_named(("mkldnn_rnn_layer_backward", "_cudnn_rnn_backward", "miopen_rnn_backward"), _recurrent_backward),
-    **_named(("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"), _grouped),
-    **_named(("mv", "dot", "vdot", "_int_mm", "_scaled_mm_v2"), _product),
-    **_named(("addmv", "_addmm_activation"), lambda bias, a, b, *rest: _product(a, b)),
+    **_map_operations(("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"), _recurrent),
+    **_map_operations(("mkldnn_rnn_layer_backward", "_cudnn_rnn_backward", "miopen_rnn_backward"), _recurrent_backward),
+    **_map_operations(("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"), _grouped),
+    **_map_operations(("mv", "dot", "vdot", "_int_mm", "_scaled_mm_v2"), _product),
+    **_map_operations(("addmv", "_addmm_activation"), lambda bias, a, b, *rest: _product(a, b)),
 }
 _LIKE = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,

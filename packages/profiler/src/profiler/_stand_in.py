@@ -146,7 +146,7 @@ def _seen(layer: nn.Module, leaves: Sequence[Any], tree: Any) -> _Seen:
     def call() -> None:
         try:
             with torch.autocast("cpu", kind, is_enabled), torch.set_grad_enabled(grad_mode):
-                found.append(_called(copied(layer).train(), leaves, tree))
+                found.append(_run_layer(copied(layer).train(), leaves, tree))
         except Exception as error:
             found.append(error)
 
@@ -162,7 +162,7 @@ def _seen(layer: nn.Module, leaves: Sequence[Any], tree: Any) -> _Seen:
     return found[0]
 
 
-def _called(layer: nn.Module, leaves: Sequence[Any], tree: Any) -> _Seen:
+def _run_layer(layer: nn.Module, leaves: Sequence[Any], tree: Any) -> _Seen:
     args, kwargs = unflatten(_zeros(leaves), tree)
     layer(*args, **kwargs)  # the first call may initialize state
     given = [enter(leaf, copies=True) if isinstance(leaf, Tensor) else leaf for leaf in _zeros(leaves)]

@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 import streams
 from microbatch import Batch
 
-from ._ends import copied, enter_batch, gradients_for, is_entrance
+from ._ends import copy_batch, enter_batch, gradients_for, is_entrance
 from ._storages import tensor_bytes
 from ._walk import Visit, walk
 from .sandbox import copy_on
@@ -88,7 +88,7 @@ def measure(
 
     def one_round() -> None:
         rounds.append([])
-        walk(chain, copy, copied(batch, device), step)
+        walk(chain, copy, copy_batch(batch, device), step)
 
     one_round()
     rounds.clear()  # discard the warm-up

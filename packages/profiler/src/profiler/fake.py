@@ -68,7 +68,7 @@ class FusedAttention(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is functional.scaled_dot_product_attention:
-            return _fused(*args, **kwargs)
+            return _attend(*args, **kwargs)
         # It calls scaled_dot_product_attention internally, where this mode is off.
         if func is functional.multi_head_attention_forward and not kwargs.get("need_weights", True):
             args = (*args[:_DROPOUT], 0.0, *args[_DROPOUT + 1 :])
@@ -78,7 +78,7 @@ class FusedAttention(TorchFunctionMode):
 _DROPOUT = [*signature(functional.multi_head_attention_forward).parameters].index("dropout_p")
 
 
-def _fused(
+def _attend(
     query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *rest: Any, **kwargs: Any
 ) -> Any:
     width = value.shape[-1]

@@ -83,7 +83,7 @@ def attached(module: nn.Module) -> Iterator[Tensor]:
     registered = ("_parameters", "_buffers", "_modules")
     values = [value for name, value in vars(module).items() if name not in registered]
     values += [value for parameter in own if not is_plain(parameter) for value in _attributes(parameter)]
-    return _reached(values, set(map(id, own)), objects=True)
+    return _reach(values, set(map(id, own)), objects=True)
 
 
 def owned_bytes(modules: Iterable[nn.Module]) -> list[dict[str, int]]:
@@ -116,7 +116,7 @@ def owned_bytes(modules: Iterable[nn.Module]) -> list[dict[str, int]]:
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
     """Return the plain tensors inside `tensor` and in its attributes."""
-    return iter([tensor]) if is_plain(tensor) else _reached([tensor], set(), objects=True)
+    return iter([tensor]) if is_plain(tensor) else _reach([tensor], set(), objects=True)
 
 
 def _dense(tensor: Tensor) -> Sequence[Tensor]:
@@ -128,25 +128,23 @@ def _dense(tensor: Tensor) -> Sequence[Tensor]:
         return [getattr(tensor, name)() for name in SPARSE_PARTS[tensor.layout]]
 
 
-def _reached(values: Iterable[Any], seen: set[int], *, objects: bool) -> Iterator[Tensor]:
+def _reach(values: Iterable[Any], seen: set[int], *, objects: bool) -> Iterator[Tensor]:
     for value in values:
         if id(value) in seen or isinstance(value, (nn.Module, type, torch.autograd.graph.Node)):
             continue
         seen.add(id(value))
         if isinstance(value, Tensor):
             if is_traceable_wrapper_subclass(value):
-                yield from _reached(
-                    [getattr(value, name) for name in value.__tensor_flatten__()[0]], seen, objects=True
-                )
+                yield from _reach([getattr(value, name) for name in value.__tensor_flatten__()[0]], seen, objects=True)
             else:
                 if is_plain(value) or has_memory(value):
                     yield value
-                yield from _reached(_attributes(value), seen, objects=True)
+                yield from _reach(_attributes(value), seen, objects=True)
         elif isinstance(value, (dict, list, tuple)):
             entries = value.values() if isinstance(value, dict) else value
-            yield from _reached(entries, seen, objects=objects)
+            yield from _reach(entries, seen, objects=objects)
         elif objects:
-            yield from _reached(_attributes(value), seen, objects=True)
+            yield from _reach(_attributes(value), seen, objects=True)
 
 
 def _attributes(value: object) -> list[Any]:

@@ -71,12 +71,12 @@ class BackwardGraph:
             leads[node] = any(leads[child] for child, _ in children) if children else id(_variable(node)) in leaves
         if not all(leads[root.node] for root in self._roots) or any(map(_is_reentrant, self.nodes)):
             return None
-        found = list(self._found(leads))
+        found = list(self._find_branches(leads))
         parameters = [id(parameter) for branch in found for parameter in branch.parameters]
         whole = any(_is_whole(edge.node) for branch in found for edge in branch.edges)
         return None if whole or len(set(parameters)) < len(parameters) else found
 
-    def _found(self, leads: dict[Node, bool]) -> Iterator[Branch]:
+    def _find_branches(self, leads: dict[Node, bool]) -> Iterator[Branch]:
         arrivals: dict[Node, dict[int, None]] = {}
         for root in self._roots:
             arrivals.setdefault(root.node, {})[root.output_nr] = None

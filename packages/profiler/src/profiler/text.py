@@ -25,7 +25,7 @@ def format_bytes(count: float) -> str:
     >>> format_bytes(1536), format_bytes(12)
     ('1.50 KiB', '12 B')
     """
-    return _scaled(count, 1024, _BINARY)
+    return _scale(count, 1024, _BINARY)
 
 
 def format_flops(count: float) -> str:
@@ -40,7 +40,7 @@ def format_flops(count: float) -> str:
     >>> format_flops(2_000_000)
     '2.00 M'
     """
-    return _scaled(count, 1000, _DECIMAL).strip()
+    return _scale(count, 1000, _DECIMAL).strip()
 
 
 def format_seconds(seconds: float) -> str:
@@ -58,7 +58,7 @@ def format_seconds(seconds: float) -> str:
     if not seconds:
         return "0 s"
     # Start from seconds, because nanoseconds could overflow a float.
-    return _scaled(seconds, 1000, _TIMES, power=3) if seconds >= 1 else _scaled(seconds * 1e9, 1000, _TIMES)
+    return _scale(seconds, 1000, _TIMES, power=3) if seconds >= 1 else _scale(seconds * 1e9, 1000, _TIMES)
 
 
 def format_share(share: float) -> str:
@@ -127,7 +127,7 @@ def _printable(cell: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cell)
 
 
-def _scaled(value: float, base: int, units: tuple[str, ...], power: int = 0) -> str:
+def _scale(value: float, base: int, units: tuple[str, ...], power: int = 0) -> str:
     """Format ``value``, which is in ``units[power]``, in the first unit that makes it less than ``base``."""
     # Numbers such as 999.7 would round to four digits, 1000.
     while abs(value) >= base - 0.5 and power < len(units) - 1:
