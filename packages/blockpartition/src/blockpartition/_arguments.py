@@ -6,7 +6,7 @@ import operator
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal, SupportsIndex, TypeAlias
 
-from ._numbers import Grid, listed, read
+from ._numbers import Grid, read, to_list
 from ._stages import Stage
 
 InFlight: TypeAlias = Literal["1f1b", "fill_drain"] | Sequence[int]
@@ -22,7 +22,7 @@ def integer(value: Any, name: str, least: int) -> int:
 
 
 def integers(values: Any, name: str, least: int) -> list[int]:
-    return [integer(value, f"{name}[{i}]", least) for i, value in enumerate(listed(values, name))]
+    return [integer(value, f"{name}[{i}]", least) for i, value in enumerate(to_list(values, name))]
 
 
 def choice(value: Any, name: str, options: Collection[str]) -> str:
@@ -53,7 +53,7 @@ def stage_list(stages: Any, layers: int) -> list[Stage]:
 
 def vector(values: Iterable[Any] | None, name: str, layers: int, *, after: int = 0) -> Grid:
     """Read one number per layer; the last ``after`` may be omitted, and None means zeros."""
-    given = [0] * layers if values is None else listed(values, name)
+    given = [0] * layers if values is None else to_list(values, name)
     if len(given) == layers - after:
         given = given + [0] * after
     if len(given) != layers:

@@ -48,10 +48,10 @@ def most_even(prefix: list[int], bottleneck: int, blocks: int) -> list[int]:
         else:
             high, coarse = penalty, ends
         penalty = isqrt((low + 1) * (high + 1)) - 1  # their geometric mean
-    return _spliced(coarse, fine, blocks)
+    return _splice(coarse, fine, blocks)
 
 
-def _spliced(coarse: list[int], fine: list[int], blocks: int) -> list[int]:
+def _splice(coarse: list[int], fine: list[int], blocks: int) -> list[int]:
     """Combine two optima for the same penalty into one with `blocks` blocks, which starts like `fine` and ends like
     `coarse`.
 

@@ -41,7 +41,7 @@ class Grid(Scale):
 
 def read(values: Iterable[Any], name: str = "costs") -> Grid:
     """Convert finite numbers ≥ 0 to a common denominator. Errors name the first invalid number."""
-    numbers = listed(values, name)
+    numbers = to_list(values, name)
     kinds = set(map(type, numbers))
     if kinds <= {int} and min(numbers, default=0) >= 0:
         return Grid(1, False, numbers)
@@ -55,7 +55,7 @@ def read(values: Iterable[Any], name: str = "costs") -> Grid:
     return Grid(scale, has_floats(numbers), [x.numerator * (scale // x.denominator) for x in ratios])
 
 
-def listed(values: Iterable[Any], name: str) -> list[Any]:
+def to_list(values: Iterable[Any], name: str) -> list[Any]:
     """Convert values to a list; raise TypeError if they are not an ordered collection."""
     if isinstance(values, list):
         return values

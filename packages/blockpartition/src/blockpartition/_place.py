@@ -80,16 +80,16 @@ def place(
     )  # fmt: skip
     fastest = least_slowest(problem)
     if fastest is None:
-        raise _explained(problem)
+        raise _explain_infeasible(problem)
     if objective == "bottleneck":
-        return described(problem, fastest, 0.0)
+        return build_placement(problem, fastest, 0.0)
     blocks, floor = least_makespan(problem, fastest, slack)
     proven = Fraction(makespan(blocks, problem.microbatches or 1), floor) - 1 if floor else Fraction(0)
     # Round the gap up, so that it claims no more than is proven. The requested gap is proven, so it is the maximum.
-    return described(problem, blocks, min(ceiling(proven, rounded=True), gap))
+    return build_placement(problem, blocks, min(ceiling(proven, rounded=True), gap))
 
 
-def described(problem: Problem, blocks: list[PlacedBlock], gap: Number) -> Placement:
+def build_placement(problem: Problem, blocks: list[PlacedBlock], gap: Number) -> Placement:
     sums, m = list(accumulate(problem.costs.units, initial=0)), problem.microbatches
     ends = [0, *(problem.positions[block.end] for block in blocks)]
     work, speed = problem.work[-1], problem.speeds[-1]
@@ -107,7 +107,7 @@ def described(problem: Problem, blocks: list[PlacedBlock], gap: Number) -> Place
     )
 
 
-def _explained(problem: Problem) -> Infeasible:
+def _explain_infeasible(problem: Problem) -> Infeasible:
     """Explain infeasible capacities: name a layer that fits on no stage, and the smallest sufficient capacities."""
     slots = [slot for modes in problem.slots for slot in modes]
     scale, at = _least_scale(problem, slots), problem.positions
@@ -135,11 +135,11 @@ def _least_scale(problem: Problem, slots: list[ModeSlot]) -> Fraction | None:
     infinite = 1 + unit * max(slot.need.prefix[-1] for slot in slots)
 
     # Without room, only blocks that need no memory fit, whatever the factor.
-    def swapped(slot: ModeSlot) -> ModeSlot:
+    def swap(slot: ModeSlot) -> ModeSlot:
         weight = unit // slot.room if slot.room else infinite
         needs = [weight * x for x in slot.need.prefix]
         return replace(slot, time=Measure(needs, needs), room=slot.need.prefix[-1])
 
-    roomy = [list(map(swapped, modes)) for modes in problem.slots]
+    roomy = [list(map(swap, modes)) for modes in problem.slots]
     found = least_slowest(replace(problem, slots=roomy, work=[0] * (problem.n + 1)))
     return None if found is None or slowest(found) >= infinite else Fraction(slowest(found), unit)

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from ._arguments import block_count, choice
 from ._even import most_even, near_even
-from ._numbers import Grid, listed, read
+from ._numbers import Grid, read, to_list
 from ._results import Partition
 from ._search import least_bottleneck, witness
 
@@ -37,7 +37,7 @@ def solve(sequence: Iterable[T], partitions: int = 1) -> list[list[T]]:
     >>> solve([1, 2, 3, 4, 5, 6], 2)
     [[1, 2, 3, 4], [5, 6]]
     """
-    items = listed(sequence, "sequence")
+    items = to_list(sequence, "sequence")
     _, _, _, ends = _cut(items, partitions, "sequence", "quantile")
     return [items[start:end] for start, end in pairwise(ends)]
 
@@ -61,7 +61,7 @@ def partition(costs: Iterable[Any], partitions: int, *, even: Literal["quantile"
     (3, 2, 1)
     """
     tie_break = choice(even, "even", _TIE_BREAKS)
-    grid, prefix, bottleneck, ends = _cut(listed(costs, "costs"), partitions, "costs", tie_break)
+    grid, prefix, bottleneck, ends = _cut(to_list(costs, "costs"), partitions, "costs", tie_break)
     return describe(grid, prefix, ends, witness(prefix, bottleneck, len(ends) - 1))
 
 

@@ -10,8 +10,8 @@ from math import ceil
 from typing import Any, Literal
 
 from ._arguments import integer, integers
-from ._numbers import Number, listed, ratio, read
-from ._place import described
+from ._numbers import Number, ratio, read, to_list
+from ._place import build_placement
 from ._problem import PlacedBlock, Problem, makespan, slowest
 from ._read import read_problem
 from ._results import Partition, Placement
@@ -84,7 +84,7 @@ def _check_partition(partition: Partition, sizes: list[int], costs: Iterable[Any
 def _check_placement(placement: Placement, sizes: list[int], problem: Problem, objective: str, gap: Fraction) -> None:
     blocks, m = _blocks(placement, sizes, problem), problem.microbatches or 1
     stated = ratio(placement.gap, "gap")
-    _check_fields(placement, described(problem, blocks, placement.gap))
+    _check_fields(placement, build_placement(problem, blocks, placement.gap))
     if stated > (gap if objective == "makespan" else 0):
         raise ValueError(f"gap is {placement.gap}, more than {gap}")
     if objective == "makespan":
@@ -95,7 +95,7 @@ def _check_placement(placement: Placement, sizes: list[int], problem: Problem, o
 
 def _blocks(placement: Placement, sizes: list[int], problem: Problem) -> list[PlacedBlock]:
     """Convert the placement to blocks of the problem, or raise ValueError if it violates a constraint."""
-    ends, modes = _ends(sizes, len(problem.costs.units)), listed(placement.modes, "modes")
+    ends, modes = _ends(sizes, len(problem.costs.units)), to_list(placement.modes, "modes")
     if not len(sizes) == len(modes) == len(problem.slots):
         raise ValueError(f"expected {len(problem.slots)} blocks and modes, got {len(sizes)} and {len(modes)}")
     if forbidden := set(ends) - set(problem.positions):
