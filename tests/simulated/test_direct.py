@@ -336,7 +336,7 @@ FAULTS: list[tuple[Fault, str]] = [
     (Fault("a link does not wait for its transfers", DEVICE_LINKS,
            "self._peer.wait(work)  # makes the current stream wait, not the thread", "pass"), "wrong numbers"),
     (Fault("what is sent is not recorded with its link", DEVICE_LINKS,
-           "recorded(part, self._stream)",
+           "record_use(part, self._stream)",
            "pass"), "FREE of memory of .* not ordered after copy D2H .*no record_stream"),
     (Fault("a link keeps what it has sent", DEVICE_LINKS,
            "self._transfer([self._peer.send(part) for part in parts])",
@@ -345,12 +345,12 @@ FAULTS: list[tuple[Fault, str]] = [
            "record_event(self._stream)",
            "record_event(current_stream(self._device))"), "READ by .* not ordered after copy H2D"),
     (Fault("the wait for what comes is left out", DEVICE_LINKS,
-           "arrived([*tensors], self._last, current_stream(self._device))",
+           "wait_for_payload([*tensors], self._last, current_stream(self._device))",
            "pass"), "READ by .* not ordered after copy H2D"),
     (Fault("a stage does not wait for what comes", COPY,
            "wait_event(compute, event)", "pass"), "READ by .* not ordered after copy H2D"),
     (Fault("what came is not recorded with the stream that reads it", COPY,
-           "return _each(payload, lambda tensor: recorded(tensor, compute))",
+           "return _each(payload, lambda tensor: record_use(tensor, compute))",
            "return payload"), "FREE of memory of .* not ordered after .*no record_stream"),
 ]
 # fmt: on

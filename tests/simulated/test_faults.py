@@ -135,8 +135,8 @@ SAVES_AND_FAILS = Check(test_saved.test_a_failure_in_a_backward_leaves_nothing, 
 FAILED = Check(test_failures.test_gradients_may_be_zeroed_right_after_a_failure)
 
 SEND = "with use_stream(target.copy), use_stream(source.copy):"
-TO_HOST = "return pinned_like(tensor).copy_(tensor, non_blocking=True)"
-TO_DEVICE = "tensor = pinned_like(tensor).copy_(tensor)"
+TO_HOST = "return allocate_pinned_like(tensor).copy_(tensor, non_blocking=True)"
+TO_DEVICE = "tensor = allocate_pinned_like(tensor).copy_(tensor)"
 ALL_WAIT = "            _all_wait(now, self._streams)"
 FINALLY = "        finally:  # even after a failure, the caller may read or zero .grad"
 ON_STREAM = "with use_stream(self.stream):\n            "
@@ -154,9 +154,9 @@ FAULTS: list[tuple[Fault, Case | Check]] = [
            SEND, "with use_stream(target.copy):"), BETWEEN),
     (Fault("copies run on the streams of their caller", COPY, SEND, "if True:"), TWO),
     (Fault("the source of a copy is not recorded with its stream", COPY,
-           "_each(payload, lambda tensor: recorded(tensor, source.copy))", "pass"), TWO),
+           "_each(payload, lambda tensor: record_use(tensor, source.copy))", "pass"), TWO),
     (Fault("the source of a copy is recorded with its own stream", COPY,
-           "recorded(tensor, source.copy)", "recorded(tensor, source.compute)"), TWO),
+           "record_use(tensor, source.copy)", "record_use(tensor, source.compute)"), TWO),
     (Fault("the event of a copy is recorded where nothing is copied", COPY,
            "record_event(last)", "record_event(self._source.compute)"), TWO),
     (Fault("the event of a copy is one of its source's device", COPY,
@@ -168,7 +168,7 @@ FAULTS: list[tuple[Fault, Case | Check]] = [
            "payload = self._carrier.receive(payload)",
            'payload = payload[0] if "skip" in self.name else self._carrier.receive(payload)'), CPUS),
     (Fault("what was copied is not recorded with the stream that reads it", COPY,
-           "return _each(payload, lambda tensor: recorded(tensor, compute))", "return payload"), TWO),
+           "return _each(payload, lambda tensor: record_use(tensor, compute))", "return payload"), TWO),
     (Fault("nothing that copies use is recorded", COPY, "    record_stream(tensor, stream)", "    pass"), TWO),
     (Fault("a copy to a device from memory that is not pinned", COPY, TO_DEVICE, "pass"), PINNED),
     (Fault("a copy to the host into memory that is not pinned", COPY, TO_HOST, 'return tensor.to("cpu")'), PINNED),

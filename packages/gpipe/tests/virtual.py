@@ -40,7 +40,7 @@ def virtual_devices() -> Iterator[None]:
 class _CopyWithin(_copy.Copy):
     """Copies from a stage to another one on the same device."""
 
-    def _moved(self, tensor: Tensor) -> Tensor:
+    def _move(self, tensor: Tensor) -> Tensor:
         source, target = self._source.copy, self._target.copy
         with use_stream(target):
             copy = torch.empty_like(tensor)

@@ -19,7 +19,7 @@ from .schedule._modes import Stops, stop_of_each
 from .skip import SkipLayout, inspect_skip_layout
 from .transport._copy import CopyStreams
 from .values._leaves import Activation
-from .values._sharing import guarded
+from .values._sharing import guard_shared
 
 __all__ = ["Pipeline"]
 
@@ -84,4 +84,4 @@ class Pipeline:
             size = self._pipeline.size(len(self.batches), self._checkpoint_stops if trains else (0,) * stages)
             return compute_outputs(self._pipeline, self._pipeline.spec(size), list(self.batches), Versions())
 
-        self.batches[:] = [Batch(guarded(batch).value) for batch in self._pipeline.run_lock.run(run)]
+        self.batches[:] = [Batch(guard_shared(batch).value) for batch in self._pipeline.run_lock.run(run)]

@@ -19,7 +19,7 @@ class Pinned:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.copies: list[Tensor] = []
         monkeypatch.setattr(_copy, "can_pin", lambda kind: True)
-        monkeypatch.setattr(_copy, "pinned_like", self.like)
+        monkeypatch.setattr(_copy, "allocate_pinned_like", self.like)
 
     def like(self, tensor: Tensor) -> Tensor:
         self.copies.append(torch.zeros_like(tensor))

@@ -19,7 +19,7 @@ from ..schedule._actions import TRIPS
 from ..schedule._named import lanes
 from ..schedule._offloads import with_offloads
 from ..schedule._replay import Lane, steps_of_lanes
-from ..timeline._costs import freed
+from ..timeline._costs import count_freed_bytes
 from ._arguments import OFFLOAD, WAITING
 
 
@@ -164,7 +164,7 @@ class StageBytes(NamedTuple):
 def kept_and_peak(layers: Sequence[LayerProfile], loss: LayerProfile | None) -> tuple[int, int]:
     """Return the bytes that a micro-batch saves in its forward, and its peak bytes."""
     kept = most = 0
-    for layer, lost in zip(layers, freed(layers), strict=True):
+    for layer, lost in zip(layers, count_freed_bytes(layers), strict=True):
         most = max(most, kept + _peak(layer))
         kept += layer.saved_bytes - lost
     return kept + (loss.saved_bytes if loss else 0), max(most, kept + (loss.peak_bytes if loss else 0))

@@ -185,7 +185,7 @@ def balance_cost(cost: Sequence[float], partitions: int, *, pin: Layers = (), fo
     [5, 1]
     """
     names = [str(i) for i in range(len(cost))]
-    return _balanced(partitions, _positions(pin, names, "pin"), _positions(forbid, names, "forbid"), cost)
+    return _balance_cost(partitions, _positions(pin, names, "pin"), _positions(forbid, names, "forbid"), cost)
 
 
 @contextmanager
@@ -213,12 +213,12 @@ def balancer(
         )
     # Take the names from _modules, because named_children() omits the second position of a layer that occurs twice.
     names = list(module._modules)
-    balanced = partial(_balanced, partitions, _positions(pin, names, "pin"), _positions(forbid, names, "forbid"))
+    balanced = partial(_balance_cost, partitions, _positions(pin, names, "pin"), _positions(forbid, names, "forbid"))
     balanced([1] * len(names))
     return balanced
 
 
-def _balanced(partitions: int, pinned: Sequence[int], forbidden: Sequence[int], cost: Sequence[float]) -> list[int]:
+def _balance_cost(partitions: int, pinned: Sequence[int], forbidden: Sequence[int], cost: Sequence[float]) -> list[int]:
     """Return the number of layers of each partition that minimizes the cost of the most expensive one."""
     if not pinned and not forbidden:  # partition() also breaks ties evenly
         return list(partition(cost, partitions).sizes)

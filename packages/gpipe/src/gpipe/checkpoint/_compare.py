@@ -34,15 +34,15 @@ class Sample:
     def __init__(self, outputs: Sequence[Tensor], *, whole: bool) -> None:
         self._whole = whole
         self._kinds = [_kind(tensor) for tensor in outputs]
-        self._values = [_picked(tensor, whole) for tensor in outputs]
+        self._values = [_copy_values(tensor, whole) for tensor in outputs]
 
     def expect(self, outputs: Sequence[Tensor]) -> None:
         """Raise RuntimeError if ``outputs`` of the recomputation differ."""
         kinds = [_kind(tensor) for tensor in outputs]
         if kinds != self._kinds:
-            raise _different(f"{_described(self._kinds)}; now {_described(kinds)}")
+            raise _different(f"{_describe_kinds(self._kinds)}; now {_describe_kinds(kinds)}")
         for k, (before, tensor) in enumerate(zip(self._values, outputs, strict=True)):
-            now = _picked(tensor, self._whole)
+            now = _copy_values(tensor, self._whole)
             if before is not None and now is not None and not _close(before, now):
                 raise _different(f"tensor {k} of {len(kinds)} has other values by up to {_distance(before, now):.3g}")
 
@@ -62,9 +62,9 @@ def _kind(tensor: Tensor) -> _Kind:
     return tensor.dtype, tensor.shape, tensor.requires_grad
 
 
-def _described(kinds: Sequence[_Kind]) -> str:
+def _describe_kinds(kinds: Sequence[_Kind]) -> str:
     """
-    >>> _described([(torch.float32, torch.Size([2, 3]), False)])
+    >>> _describe_kinds([(torch.float32, torch.Size([2, 3]), False)])
     'float32[2, 3] without grad'
     """
     return ", ".join(
@@ -73,7 +73,7 @@ def _described(kinds: Sequence[_Kind]) -> str:
     )
 
 
-def _picked(tensor: Tensor, whole: bool) -> Tensor | None:
+def _copy_values(tensor: Tensor, whole: bool) -> Tensor | None:
     """Return a copy of the values to compare, or None."""
     # Subclasses may redefine clone and take.
     is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.dtype in COMPARABLE

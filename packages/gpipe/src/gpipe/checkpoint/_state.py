@@ -85,7 +85,7 @@ class State:
     def small_buffers(self, values: Sequence[Any]) -> dict[int, Any]:
         """Return copies of the buffers among ``values`` that can be restored, by index."""
         small = [at for at in self._buffers if is_small(values[at])]
-        copies = {id(values[at]): _copied(values[at]) for at in small}  # one copy of a buffer that is in two places
+        copies = {id(values[at]): _clone(values[at]) for at in small}  # one copy of a buffer that is in two places
         return {at: copies[id(values[at])] for at in small}
 
     def put(self, values: dict[int, Any]) -> dict[int, Any]:
@@ -118,9 +118,9 @@ class Snapshot:
         self._state = state
         self._values, self._versions, self._pointers = state.look()
         self._copies = state.small_buffers(self._values)
-        self._sums = self._summed() if sums else {}
+        self._sums = self._compute_sums() if sums else {}
 
-    def changed(self) -> str:
+    def find_changes(self) -> str:
         """Return the names of state that has changed since and cannot be restored."""
         values, versions, pointers = self._state.look()
         is_same = versions == self._versions and pointers == self._pointers and all(map(is_, values, self._values))
@@ -130,17 +130,17 @@ class Snapshot:
         before = zip(self._values, self._versions, self._pointers, strict=True)
         pairs = enumerate(zip(before, zip(values, versions, pointers, strict=True), strict=True))
         changed = [at for at, (a, b) in pairs if at not in self._copies and not _are_alike(a, b)]
-        return self._state.names(list(dict.fromkeys([*changed, *self._moved()])))
+        return self._state.names(list(dict.fromkeys([*changed, *self._compare_sums()])))
 
     def moves(self) -> bool:
         """Return whether sums were kept and have changed. The host waits for devices."""
-        return bool(self._moved())
+        return bool(self._compare_sums())
 
-    def _moved(self) -> list[int]:
-        now = self._summed() if self._sums else {}
+    def _compare_sums(self) -> list[int]:
+        now = self._compute_sums() if self._sums else {}
         return [at for at, found in now.items() if not _are_same(found, self._sums.get(at, found))]
 
-    def _summed(self) -> dict[int, Tensor]:
+    def _compute_sums(self) -> dict[int, Tensor]:
         left = ((at, value) for at, value in enumerate(self._values) if at not in self._copies)
         return {at: _sums(value) for at, value in left if isinstance(value, Tensor) and _is_readable(value)}
 
@@ -250,7 +250,7 @@ def _pointer(value: Any) -> int:
         return 0
 
 
-def _copied(value: Any) -> Any:
+def _clone(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 

@@ -38,7 +38,7 @@ from streams import (
     waiting,
 )
 
-from ..transport._copy import arrived, recorded
+from ..transport._copy import record_use, wait_for_payload
 from ._agreement import agreement
 from ._errors import UnreachableError
 from ._forms import Dense, Form, view_as_bytes
@@ -135,7 +135,7 @@ class DeviceLink:
             parts = view_as_bytes([part.to(self._device) for part in data])
             self._transfer([self._peer.send(part) for part in parts])
         for part in parts:
-            recorded(part, self._stream)
+            record_use(part, self._stream)
 
     def receive(self, form: Form) -> list[Tensor | None]:
         """Return the tensors of a message of this ``form``. The current stream waits for them, but no thread."""
@@ -145,7 +145,7 @@ class DeviceLink:
             self._owed = None
             self._transfer([self._peer.receive(part) for part in view_as_bytes(tensors)])
         self._last = record_event(self._stream)
-        arrived([*tensors], self._last, current_stream(self._device))
+        wait_for_payload([*tensors], self._last, current_stream(self._device))
         return tensors
 
     def open(self, *, leads_away: bool) -> None:

@@ -29,7 +29,7 @@ from ..module._transforms import refuse_transforms
 from ..schedule import Schedule
 from ..skip import inspect_skip_layout
 from ..values._leaves import as_value
-from ..values._sharing import gathered
+from ..values._sharing import gather_outputs
 from ._deferred_signals import allow_signals, defer_signals
 from ._digests import Digests
 from ._groups import Groups
@@ -99,7 +99,7 @@ class ModelRank(ModelStepping, Rank, of_models=True):
             if not self._pipeline.ends:
                 return None
             if self.out_spec is not None:
-                return gathered(outputs, batches, self.out_spec)
+                return gather_outputs(outputs, batches, self.out_spec)
             return self._compute_output(self._shown(), outputs, batches, inputs.bare)
 
         with torch.no_grad():

@@ -22,7 +22,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from streams import waiting
 
 from .._torch import used_by_graphs
-from ..values._leaves import accumulated, is_custom, own_memory, storage_id
+from ..values._leaves import accumulate_gradient, is_custom, own_memory, storage_id
 from . import _autograd_calls as _engine
 from ._leaked_graphs import expect_unguarded
 from ._scale import Scale, scale_in_place, scaled
@@ -87,7 +87,7 @@ class GradientSums:
         add_to(self._sums, zip(graph.leaves, own, strict=True))
         # Both terms of a sum receive one gradient. The previous stage may overwrite its input's gradient, but must not
         # change the sum of a parameter.
-        sent = map(accumulated, own_memory(found[: len(flowing)], own), flowing)
+        sent = map(accumulate_gradient, own_memory(found[: len(flowing)], own), flowing)
         return [next(sent) if tensor.requires_grad else None for tensor in inputs]
 
     def accumulate(self, roots: Sequence[Any], gradients: Sequence[Tensor], ends: Sequence[Tensor]) -> None:

@@ -7,7 +7,7 @@ from operator import attrgetter
 
 from torch import Tensor
 
-from ..values._leaves import Activation, accumulated
+from ..values._leaves import Activation, accumulate_gradient
 from . import _autograd_calls as _engine
 from ._accumulate import GradientSums, find_leaves
 from ._recomputation import Repeat
@@ -75,7 +75,7 @@ def backward_input(cell: Cell, seeds: Gradients, sums: GradientSums | None, stag
     gradients, weights = halves
     cell.weights = weights[::-1]
     # Use the strides that they would have in .grad, because kernels of the previous stage may round depending on them.
-    flowing_back = map(accumulated, gradients, leaves)
+    flowing_back = map(accumulate_gradient, gradients, leaves)
     return [next(flowing_back) if leaf.requires_grad else None for leaf in inputs]
 
 

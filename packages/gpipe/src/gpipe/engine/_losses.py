@@ -14,7 +14,7 @@ from microbatch import concatenate
 from .._current import doing
 from ..checkpoint._random import CellRNG
 from ..values._leaves import Activation, as_nonleaf, clone_leaves, versions
-from ..values._sharing import copy_uncounted, owned, refuse_shared_changes
+from ..values._sharing import clone_preserved, copy_uncounted, refuse_shared_changes
 from ._accumulate import DeferredGradients, GradientSums, find_leaves
 from ._explained import used_up
 from ._loss_value import LossFunction, LossValue, expect_trains, loss_value, metrics_of_all, plain_metrics
@@ -160,7 +160,7 @@ class MicrobatchLosses(Losses):
 
     def take(self, i: int, activation: Activation) -> None:
         # loss_fn may modify it in place, although the caller or a recomputation needs the original.
-        outputs = clone_leaves(activation) if self._keep_outputs else owned(activation)
+        outputs = clone_leaves(activation) if self._keep_outputs else clone_preserved(activation)
         self._keep(i, activation)
         value = self._value(i, outputs, self._arguments[i])
         weight = self._take(i, value)

@@ -15,7 +15,7 @@ from microbatch import Batch, Versions
 from streams import add_note
 
 from ..values._leaves import Activation, detach_leaves
-from ..values._sharing import PRESERVED, flag_aliases, owned
+from ..values._sharing import PRESERVED, clone_preserved, flag_aliases
 from ._autograd import attach
 from ._autograd_calls import accumulate_whole
 from ._pipeline import Pipeline
@@ -44,7 +44,7 @@ def compute_outputs(
     versions.sync()
     # The caller may modify the outputs of a single micro-batch, although a recomputation may need the originals.
     if len(outputs) == 1:  # several outputs are copied when they are concatenated
-        outputs = [owned(outputs[0])]
+        outputs = [clone_preserved(outputs[0])]
     return _attached(pipeline, run, versions, batches, outputs) if spec.trains else outputs
 
 

@@ -36,7 +36,7 @@ from streams import (
 )
 
 from .._torch import count_storage_uses
-from ..transport._copy import can_pin, pinned_like, to_host
+from ..transport._copy import allocate_pinned_like, can_pin, to_host
 from ..values._leaves import storage_id, version
 
 _log = logging.getLogger("gpipe")
@@ -189,7 +189,7 @@ def _converted(source: Tensor, part: Tensor) -> Tensor:
     """Return ``source`` in the dtype of ``part``, in pinned memory, because a device copies but does not convert."""
     if source.dtype == part.dtype or not can_pin(part.device.type):
         return source
-    return pinned_like(source, part.dtype).copy_(source)
+    return allocate_pinned_like(source, part.dtype).copy_(source)
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ class Repeat(NamedTuple):
                 "the input of checkpointed layers was changed in place after their forward, and their recomputation "
                 "needs it as it was; change a clone instead, or use checkpoint='never'"
             )
-        changed = self.snapshot.changed()
+        changed = self.snapshot.find_changes()
         if changed:
             raise RuntimeError(
                 f"{changed} changed between the forward and the backward of a checkpointed run, whose recomputation "
@@ -121,7 +121,7 @@ class Recomputation:
 
         After one in-place change through ``.data``, every forward is assumed to make one.
         """
-        changed = snapshot.changed()
+        changed = snapshot.find_changes()
         self._moves = self._moves or snapshot.moves()
         self._has_looked = True
         if changed and not self._has_logged:

@@ -22,7 +22,14 @@ from ..schedule import Kind, Step
 from ..schedule._actions import TRANSFERS
 from ..transport._transport import AnyChannel
 from ..values._leaves import Activation, as_nonleaf, detach_leaves, versions
-from ..values._sharing import PRESERVED, copy_uncounted, flag_aliases, given_state, owned, refuse_shared_changes
+from ..values._sharing import (
+    PRESERVED,
+    clone_preserved,
+    copy_uncounted,
+    find_shared_state,
+    flag_aliases,
+    refuse_shared_changes,
+)
 from ._accumulate import DeferredGradients, GradientSums, GraphLeaves, counts_of_hooks, find_leaves
 from ._cell import Cell, backward, backward_input, backward_weight
 from ._leaked_graphs import guard
@@ -141,7 +148,7 @@ class StageRun:
     def forward(self, i: int) -> None:
         inputs = self._arrival.get_values(i)
         if inputs.marks and self.may_change_input:
-            inputs = owned(inputs)  # the caller and recomputations need the original tensors
+            inputs = clone_preserved(inputs)  # the caller and recomputations need the original tensors
         self._cells[i] = cell = Cell(inputs)
         leaves, before = inputs, None
         if i < self._checkpoint_stop:
@@ -290,7 +297,7 @@ class StageRun:
             refuse_shared_changes("the layers of this partition", inputs, before, uncounted)
         if not self._has_observed:
             self._has_observed = True
-            self.given = given_state(stage.module, outputs.tensors)
+            self.given = find_shared_state(stage.module, outputs.tensors)
             # Inference tensors have no version counter.
             self.may_change_input = changed or any(map(Tensor.is_inference, inputs.tensors))
         return outputs

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..values._leaves import Activation, clone_leaves, storage_id
-from ..values._sharing import owned
+from ..values._sharing import clone_preserved
 from ._accumulate import GradientSums
 from ._loss_value import LossFunction, LossValue, whole_metrics
 from ._losses import Losses, build_initial_gradient
@@ -52,7 +52,7 @@ class WholeLoss(Losses):
     def compute_whole(self) -> None:
         outputs = [self._arrived.pop(i) for i in sorted(self._arrived)]
         if len(outputs) == 1:  # several outputs are copied when they are joined
-            outputs = [clone_leaves(outputs[0]) if self._keep_outputs else owned(outputs[0])]
+            outputs = [clone_leaves(outputs[0]) if self._keep_outputs else clone_preserved(outputs[0])]
         parts = _Parts(outputs)
         del outputs
         joined = self._join(parts.taken())

@@ -25,7 +25,7 @@ from ..module._step import Asked, Prepared, Stepping
 from ..module._training import whole_arguments
 from ..skip.layout import skippables
 from ..values._leaves import Activation, get_tensors
-from ..values._sharing import gathered
+from ..values._sharing import gather_outputs
 from ._apart import unchanged
 from ._blocks import Blocks, Division
 from ._cache import expect_same_without_cache, without_cache
@@ -100,7 +100,7 @@ class ModelStepping(Stepping):
             spec = pipeline.spec(self._size(len(batches), trains=torch.is_grad_enabled()))
             outputs = compute_outputs(pipeline, spec._replace(replays=out_spec is None), batches, versions)
             if out_spec is not None:
-                return gathered(outputs, batches, out_spec)
+                return gather_outputs(outputs, batches, out_spec)
             return self._compute_output(pipeline, outputs, batches, given.bare)
 
         return pipeline.run_lock.run(run)

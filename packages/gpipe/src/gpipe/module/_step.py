@@ -22,7 +22,7 @@ from ..engine._worker_steps import Size, waits
 from ..schedule import SCHEDULES, Schedule
 from ..schedule._named import expect_schedule
 from ..values._leaves import Activation
-from ..values._sharing import gathered
+from ..values._sharing import gather_outputs
 from ._arguments import checked_chunks
 from ._frequencies import expect_sums
 from ._keywords import NOTHING, Call, called_with
@@ -297,7 +297,7 @@ class Stepping(PartitionedModule):
         return returned(losses, batches, self.out_spec, call.return_outputs, has_outputs=self._pipeline.ends)
 
     def _gathered(self, outputs: Sequence[Activation], batches: Sequence[Batch]) -> Any:
-        return gathered(outputs, batches, self.out_spec)
+        return gather_outputs(outputs, batches, self.out_spec)
 
     def _cut(self, inputs: Checked, part: nn.Module | None = None) -> tuple[list[Batch], Versions]:
         self._follow_model(inputs.bare, part)

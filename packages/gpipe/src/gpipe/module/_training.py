@@ -17,7 +17,7 @@ from streams import add_note
 from ..engine._loss_value import LossFunction, LossValue, own_loss
 from ..engine._losses import Losses, MicrobatchLosses
 from ..engine._whole_loss import WholeLoss
-from ..values._sharing import gathered, gathered_activation
+from ..values._sharing import gather_activation, gather_outputs
 from ._keywords import Call
 from ._mixing import mixing_layers
 from ._rule import Rule
@@ -107,7 +107,7 @@ def build_whole_loss(
     """Return the object that computes the loss once on ``device``, from the joined outputs of ``batches``."""
     loss_fn = own_loss if call.loss_fn is None else call.loss_fn
     arguments = whole_arguments(call, device)
-    join = partial(gathered_activation, batches=batches, spec=out_spec)
+    join = partial(gather_activation, batches=batches, spec=out_spec)
     unlike = None if call.reduction is None else error
     weight, keeps = 1.0 / call.divisor, call.return_outputs
     return WholeLoss(loss_fn, arguments, join, weight=weight, unlike=unlike, keep_outputs=keeps)
@@ -135,7 +135,7 @@ def returned(losses: Losses, batches: Sequence[Batch], out_spec: Any, with_outpu
 
 def _outputs(losses: Losses, batches: Sequence[Batch], out_spec: Any) -> Any:
     try:
-        return gathered([losses.outputs[i] for i in range(len(batches))], batches, out_spec)
+        return gather_outputs([losses.outputs[i] for i in range(len(batches))], batches, out_spec)
     except (TypeError, ValueError) as error:
         if losses.trains:
             add_note(error, "the step itself is complete: its gradients are in .grad")

@@ -45,7 +45,7 @@ def flatten_nested(module: nn.Sequential) -> nn.Sequential:
     """
     expect_sequential(module)
     flat = Flattened()
-    for path, layer in _opened(module):
+    for path, layer in _unnest(module):
         title = path.replace(".", "_")
         # If the module already has a layer called "a_b", that layer keeps the name.
         while title in flat._modules or (title != path and title in module._modules):
@@ -58,7 +58,7 @@ def flatten_nested(module: nn.Sequential) -> nn.Sequential:
 Named = tuple[str, nn.Module]
 
 
-def _opened(container: nn.Module, around: str = "") -> Iterator[Named]:
+def _unnest(container: nn.Module, around: str = "") -> Iterator[Named]:
     """Yield the layers of a container, each with its path in the outermost container."""
     for name, child in container._modules.items():
         if child is not None:
@@ -67,7 +67,7 @@ def _opened(container: nn.Module, around: str = "") -> Iterator[Named]:
 
 def _layers(module: nn.Module, path: str) -> Iterator[Named]:
     if isinstance(module, nn.Sequential) and is_plain(module):
-        yield from _opened(module, f"{path}.")
+        yield from _unnest(module, f"{path}.")
     elif isinstance(module, Residual) and is_plain(module, known=(Residual,)):
         yield from _around(module, path)
     else:

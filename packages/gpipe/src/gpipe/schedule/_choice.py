@@ -122,7 +122,7 @@ def choose_by_search(
     Returns:
         The chosen schedule, with the expected time of a step under it and under the named one.
     """
-    name, n = _named_for(placement), len(placement)
+    name, n = _choose_name(placement), len(placement)
     parts = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     known = {j for j in range(n) if (j, Kind.BACKWARD) in seconds or all((j, kind) in seconds for kind in parts)}
     if len(known) < n or any((j, Kind.FORWARD) not in seconds for j in range(n)):
@@ -151,7 +151,7 @@ def split_in(schedule: Schedule) -> tuple[int, ...]:
     return tuple(j for j, program in enumerate(schedule) if any(kind == Kind.BACKWARD_INPUT for kind, _ in program))
 
 
-def _named_for(placement: Sequence[int]) -> str:
+def _choose_name(placement: Sequence[int]) -> str:
     """Return the name of the zero bubble schedule for a placement; 1F1B on one worker, where nobody waits."""
     n, workers = len(placement), len(set(placement))
     if workers == 1:

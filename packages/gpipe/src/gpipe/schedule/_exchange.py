@@ -10,7 +10,7 @@ Exchange = tuple[int, int, bool]
 """A worker, a position, and whether all pairs of actions like the one at this position and the next are exchanged."""
 
 
-def improved(coded: Coded, order: Order, replays: int, bound: float) -> Order:
+def improve(coded: Coded, order: Order, replays: int, bound: float) -> Order:
     """Exchange neighbors on the critical path as long as the makespan decreases.
 
     Args:
@@ -26,7 +26,7 @@ def improved(coded: Coded, order: Order, replays: int, bound: float) -> Order:
     best, starts = found
     while replays > 0 and best > bound:
         for exchange in _exchanges(coded, order, starts):
-            other = _exchanged(coded, order, exchange)
+            other = _apply_exchange(coded, order, exchange)
             if not coded.fits_on(exchange[0], other[exchange[0]]):
                 continue
             replays -= 1
@@ -93,7 +93,7 @@ def _kind(coded: Coded, first: int, second: int) -> tuple[int, int, int]:
     return first // m, second // m, second % m - first % m
 
 
-def _exchanged(coded: Coded, order: Order, exchange: Exchange) -> Order:
+def _apply_exchange(coded: Coded, order: Order, exchange: Exchange) -> Order:
     r, position, everywhere = exchange
     line = order[r].copy()
     kind = _kind(coded, line[position], line[position + 1])

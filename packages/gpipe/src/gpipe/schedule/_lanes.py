@@ -1,7 +1,7 @@
 """Generate the steps of each worker, for schedules with one stage per worker or several in loops.
 
 Generators keep long schedules out of memory. Worker r of k has the stages r, r + k, r + 2k, and so on. Micro-batches
-are generated in groups of k, so the last group may exceed the mini-batch; :func:`adapted` drops the excess steps.
+are generated in groups of k, so the last group may exceed the mini-batch; :func:`adapt_lane` drops the excess steps.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _steps(stage: int, kind: Kind, microbatches: Iterable[int]) -> Steps:
     return zip(repeat(stage), zip(repeat(kind), microbatches, strict=False), strict=False)
 
 
-def adapted(lane: Lane, microbatches: int, stops: tuple[int, ...], whole: frozenset[int]) -> Steps:
+def adapt_lane(lane: Lane, microbatches: int, stops: tuple[int, ...], whole: frozenset[int]) -> Steps:
     """Add recomputations to the steps of a worker, and drop the steps of micro-batches that do not exist.
 
     Dropping steps cannot cause a deadlock, because micro-batches do not depend on each other. The backwards of stages

@@ -26,31 +26,31 @@ def with_loads(worker_steps: WorkerSteps, offloaded: Collection[int], room: int 
     """
     if any(step.action.kind in MOVES for step in chain.from_iterable(worker_steps)):
         return worker_steps
-    return tuple(tuple(_loaded(line, offloaded, room)) for line in worker_steps)
+    return tuple(tuple(_add_loads(line, offloaded, room)) for line in worker_steps)
 
 
-def _loaded(line: Sequence[Step], offloaded: Collection[int], room: int) -> Iterator[Step]:
+def _add_loads(line: Sequence[Step], offloaded: Collection[int], room: int) -> Iterator[Step]:
     visits = _visits(line)
     visited = [stage for stage, _ in visits]
     loads = Counter[int]()
     resident: list[int] = []
 
-    def unloaded(stage: int) -> Step:
+    def unload(stage: int) -> Step:
         resident.remove(stage)
         return Step(stage, Action(Kind.UNLOAD, loads[stage] - 1))
 
     for at, (_, steps) in enumerate(visits):
         upcoming = [stage for stage in dict.fromkeys(visited[at:]) if stage in offloaded]
-        yield from [unloaded(stage) for stage in [*resident] if stage not in upcoming]
+        yield from [unload(stage) for stage in [*resident] if stage not in upcoming]
         missing = [stage for stage in upcoming[:room] if stage not in resident]
         others = [stage for stage in reversed(upcoming[room:]) if stage in resident]
-        yield from [unloaded(stage) for stage in others[: max(0, len(resident) + len(missing) - room)]]
+        yield from [unload(stage) for stage in others[: max(0, len(resident) + len(missing) - room)]]
         for stage in missing:
             yield Step(stage, Action(Kind.LOAD, loads[stage]))
             loads[stage] += 1
             resident.append(stage)
         yield from steps
-    yield from [unloaded(stage) for stage in [*resident]]
+    yield from [unload(stage) for stage in [*resident]]
 
 
 def _visits(line: Sequence[Step]) -> list[tuple[int, list[Step]]]:

@@ -7,7 +7,7 @@ from functools import partial
 
 from ._lanes import (
     Steps,
-    adapted,
+    adapt_lane,
     breadth_first_steps,
     fill_drain_steps,
     interleaved_steps,
@@ -23,7 +23,7 @@ _MAKERS: dict[str, Callable[[int, int, int, int], Steps]] = {
     "fill_drain": fill_drain_steps,
     "1f1b": steps_1f1b,
     "interleaved": interleaved_steps,
-    "looped_bfs": fill_drain_steps,  # for any placement: see _made
+    "looped_bfs": fill_drain_steps,  # for any placement: see _build_steps
     "zero_bubble": zero_bubble_steps,
     "interleaved_zero_bubble": zero_bubble_steps,
     "zbv": partial(v_shaped, zbv_turns),
@@ -67,7 +67,7 @@ def named(
     F0@0 F0@3 I0@3 W0@3 I0@0 W0@0
     F0@1 F0@2 I0@2 W0@2 I0@1 W0@1
     """
-    own = _made(name, microbatches, _own_placement(name, placement), checkpoint_stop, split)
+    own = _build_steps(name, microbatches, _own_placement(name, placement), checkpoint_stop, split)
     worker_steps = steps_of_lanes(own)
     return Schedule(build_programs(worker_steps, len(placement)), worker_steps)
 
@@ -86,11 +86,11 @@ def lanes(
     """
     own = _own_placement(name, placement)
     if own == list(placement):
-        return _made(name, microbatches, own, checkpoint_stop, split)
+        return _build_steps(name, microbatches, own, checkpoint_stop, split)
     return named(name, microbatches, placement, checkpoint_stop, split).on(placement)
 
 
-def _made(name: str, m: int, own: Sequence[int], stop: Stops, split: Collection[int] | None) -> list[Steps]:
+def _build_steps(name: str, m: int, own: Sequence[int], stop: Stops, split: Collection[int] | None) -> list[Steps]:
     stages, workers, make = len(own), len(set(own)), _MAKERS[name.lower()]
     stops = stop_of_each(stop, stages)
     whole = frozenset() if split is None else frozenset(range(stages)).difference(split)
@@ -101,7 +101,7 @@ def _made(name: str, m: int, own: Sequence[int], stop: Stops, split: Collection[
     # With nothing to adapt, skip one level of generators; there may be millions of steps.
     if not (any(stops) or whole or m % max(1, workers) or name.lower() in _V_SHAPED):
         return steps
-    return [adapted(each, m, stops, whole) for each in steps]
+    return [adapt_lane(each, m, stops, whole) for each in steps]
 
 
 def usual_placement(name: str, stages: int) -> list[int]:

@@ -32,10 +32,10 @@ def with_offloads(worker_steps: WorkerSteps, offloading: Collection[int], room: 
     """
     if any(step.action.kind in TRIPS for step in chain.from_iterable(worker_steps)):
         return worker_steps
-    return tuple(tuple(_offloaded(line, offloading, room - 1)) for line in worker_steps)
+    return tuple(tuple(_add_offloads(line, offloading, room - 1)) for line in worker_steps)
 
 
-def _offloaded(line: Sequence[Step], offloading: Collection[int], ahead: int) -> Iterator[Step]:
+def _add_offloads(line: Sequence[Step], offloading: Collection[int], ahead: int) -> Iterator[Step]:
     computing = [step for step in line if step.action.kind not in TRANSFERS]
     own = [(k, step) for k, step in enumerate(computing) if step.stage in offloading]
     began = {_cell(step): k for k, step in own if step.action.kind == Kind.FORWARD}

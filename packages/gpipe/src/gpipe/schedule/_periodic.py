@@ -72,7 +72,7 @@ class _Calendar:
 def periodic(coded: Coded, pace: Pace) -> Order:
     """Return the order of all actions if each micro-batch follows the previous one after a period."""
     problem = coded.problem
-    period, placed = _placed(problem, pace)
+    period, placed = _place_actions(problem, pace)
     m, n = problem.microbatches, problem.stages
     lines: list[list[tuple[float, int, int, int]]] = [[] for _ in range(problem.workers)]
     for rank, (start, slot, j) in enumerate(placed):
@@ -82,7 +82,7 @@ def periodic(coded: Coded, pace: Pace) -> Order:
     return [[code for *_, code in sorted(line)] for line in lines]
 
 
-def _placed(problem: Problem, pace: Pace) -> tuple[float, list[tuple[float, int, int]]]:
+def _place_actions(problem: Problem, pace: Pace) -> tuple[float, list[tuple[float, int, int]]]:
     """Return the period, and the start, slot and stage of each action of micro-batch 0, sorted by dependencies."""
     durations, mean = _durations(problem, pace)
     loads = [sum(sum(durations[j].values()) for j in own) for own in problem.owned]

@@ -137,7 +137,7 @@ def _worker(
     clock, link = 0.0, _HostLink()
     for j, (kind, i) in lane:  # the hot loop of a replay, with up to millions of steps
         if kind in _TRANSFERS:
-            start, end = link.moved(j, kind, i, clock, arrivals[j][kind][-1])
+            start, end = link.move(j, kind, i, clock, arrivals[j][kind][-1])
             if spans is not None:
                 spans[Step(j, Action(kind, i))] = Span(start, end, 0.0)
             continue
@@ -185,7 +185,7 @@ class _HostLink:
         self._last[stage] = kind
         return max(start, self._loaded.get(stage, 0.0), self._arrived.get((stage, i), 0.0), self._freed)
 
-    def moved(self, stage: int, kind: Kind, i: int, clock: float, seconds: float) -> tuple[float, float]:
+    def move(self, stage: int, kind: Kind, i: int, clock: float, seconds: float) -> tuple[float, float]:
         """Return the start and end of a transfer that is queued at the time ``clock``."""
         self.is_used = True
         if kind == Kind.UNLOAD and self._last.get(stage) not in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):

@@ -35,7 +35,7 @@ class Schedule(tuple[Program, ...]):
 
     def __new__(cls, programs: Iterable[Iterable[Action]], worker_steps: WorkerSteps | None = None) -> Schedule:
         schedule = super().__new__(cls, tuple(map(tuple, programs)))
-        schedule.worker_steps = None if worker_steps is None else _needed_steps(worker_steps, schedule)
+        schedule.worker_steps = None if worker_steps is None else _check_worker_steps(worker_steps, schedule)
         return schedule
 
     def __eq__(self, other: object) -> bool:
@@ -251,7 +251,7 @@ def _recomputing(step: Step, present: set[Step], stop: int) -> Iterator[Step]:
     yield step
 
 
-def _needed_steps(worker_steps: WorkerSteps, programs: Sequence[Program]) -> WorkerSteps | None:
+def _check_worker_steps(worker_steps: WorkerSteps, programs: Sequence[Program]) -> WorkerSteps | None:
     worker_steps = tuple(steps for steps in worker_steps if steps)
     on = Counter(j for steps in worker_steps for j in {step.stage for step in steps})
     if shared := [j for j, lines in on.items() if lines > 1]:

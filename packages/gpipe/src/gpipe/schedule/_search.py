@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from ._actions import Kind
 from ._coded import SLOTS, Coded, Order
-from ._exchange import improved
+from ._exchange import improve
 from ._greedy import Rule, lay, least_bytes
 from ._modes import Stops, stop_of_each
 from ._named import SCHEDULES, lanes, named
@@ -122,7 +122,7 @@ def best_order(coded: Coded) -> Order:
     problem, bound = coded.problem, compute_lower_bound(coded.problem)
     # The bound is a sum in a different order than a replay's.
     bound *= 1 + 1e-9
-    known = sorted(_named_orders(coded), key=coded.score)[:1]
+    known = sorted(_find_named_orders(coded), key=coded.score)[:1]
     if known and coded.makespan(known[0]) <= bound:
         return known[0]
     small = Coded(_with_fewer(problem))
@@ -130,7 +130,7 @@ def best_order(coded: Coded) -> Order:
     ways += _select_best(coded, small, _PACES[: _PACED // small.problem.actions + 1], periodic, _KEPT_PACES)
     starts = [*known, *ways]
     replays = _REPLAYED // problem.actions // max(1, len(starts))
-    return min([*known, *(improved(coded, order, replays, bound) for order in starts)], key=coded.score)
+    return min([*known, *(improve(coded, order, replays, bound) for order in starts)], key=coded.score)
 
 
 def compute_lower_bound(problem: Problem) -> float:
@@ -143,7 +143,7 @@ def compute_lower_bound(problem: Problem) -> float:
     return max(arrivals[own[0]] + m * load + recomputed for own, load, recomputed in busy)
 
 
-def _named_orders(coded: Coded) -> Iterator[Order]:
+def _find_named_orders(coded: Coded) -> Iterator[Order]:
     """Yield the named schedules that suit the placement and fit."""
     problem = coded.problem
     split = [j for j, is_split in enumerate(problem.split) if is_split]

@@ -103,7 +103,7 @@ def stage_costs(profile: Profile, balance: Sequence[int], *, input_bytes: int = 
         # On the CPU the input is the previous stage's output, and counts there.
         copied = boundary if first and profile.device.startswith("cuda") else 0
         # A tensor that two layers hold counts once.
-        kept = sum(layer.saved_bytes for layer in layers) - sum(freed(layers))
+        kept = sum(layer.saved_bytes for layer in layers) - sum(count_freed_bytes(layers))
         costs.append(
             StageCost(
                 forward=sum(layer.forward_seconds or 0.0 for layer in layers) if timed else 1.0,
@@ -116,7 +116,7 @@ def stage_costs(profile: Profile, balance: Sequence[int], *, input_bytes: int = 
     return costs
 
 
-def freed(layers: Sequence[LayerProfile]) -> list[int]:
+def count_freed_bytes(layers: Sequence[LayerProfile]) -> list[int]:
     """Return how many bytes, allocated by previous layers, each layer frees."""
     found, loose = [], 0
     for layer in layers:

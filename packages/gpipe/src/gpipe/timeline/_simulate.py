@@ -62,7 +62,7 @@ def simulate(
     """
     lanes, place, _ = _lanes(schedule, costs, microbatches, checkpoint, placement)
     worker_steps = steps_of_lanes(lanes)
-    crossing, held = crossing_bytes(costs, place), _held(worker_steps, costs)
+    crossing, held = crossing_bytes(costs, place), _compute_held_bytes(worker_steps, costs)
     seconds = [{kind: cost.seconds(kind) for kind in Kind} for cost in costs]
     events = list[Event]()
     for step, span in replay(worker_steps, seconds, hop_seconds(transfer, crossing)).items():
@@ -148,7 +148,7 @@ def crossing_bytes(costs: Sequence[StageCost], placement: Sequence[int]) -> list
     return [cost.boundary_bytes if far else None for cost, far in zip(costs, apart, strict=False)]
 
 
-def _held(worker_steps: WorkerSteps, costs: Sequence[StageCost]) -> dict[Step, int]:
+def _compute_held_bytes(worker_steps: WorkerSteps, costs: Sequence[StageCost]) -> dict[Step, int]:
     recomputed = {(j, i) for j, (kind, i) in chain.from_iterable(worker_steps) if kind == Kind.RECOMPUTE}
     found: dict[Step, int] = {}
     now = [0] * len(costs)

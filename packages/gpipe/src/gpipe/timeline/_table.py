@@ -19,12 +19,12 @@ def heading(timeline: Timeline) -> str:
     if not timeline.events:
         return "no actions"
     return (
-        f"{_counted(timeline.stages, 'stage')} × {_counted(timeline.microbatches, 'micro-batch', 'es')} in "
+        f"{_format_count(timeline.stages, 'stage')} × {_format_count(timeline.microbatches, 'micro-batch', 'es')} in "
         f"{format_seconds(timeline.makespan)}, bubble {format_share(timeline.bubble)}"
     )
 
 
-def _counted(number: int, what: str, plural: str = "s") -> str:
+def _format_count(number: int, what: str, plural: str = "s") -> str:
     return f"{number} {what}{'' if number == 1 else plural}"
 
 

@@ -97,7 +97,7 @@ class Timeline:
         # An empty run counts as busy, and rounded sums may exceed the makespan.
         whole = self.makespan
         computed = {worker: [each for each in lane if not each.moves] for worker, lane in self.lanes.items()}
-        return {worker: min(1.0, _covered(lane) / whole) if whole else 1.0 for worker, lane in computed.items()}
+        return {worker: min(1.0, _compute_covered(lane) / whole) if whole else 1.0 for worker, lane in computed.items()}
 
     @property
     def bubble(self) -> float:
@@ -174,7 +174,7 @@ class Timeline:
         return fragment("", svg([("", self)]))
 
 
-def _covered(lane: Iterable[Event]) -> float:
+def _compute_covered(lane: Iterable[Event]) -> float:
     """Return the seconds that at least one of the events covers; they must be sorted by start."""
     total, reach = 0.0, float("-inf")
     for event in lane:

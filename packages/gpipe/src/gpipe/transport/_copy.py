@@ -102,7 +102,7 @@ class Copy:
         with use_stream(target.copy), use_stream(source.copy):
             copies = _each(payload, self._copy)
         # The sender may free the tensors at once, and its stream would then overwrite memory that the copy still reads.
-        _each(payload, lambda tensor: recorded(tensor, source.copy))
+        _each(payload, lambda tensor: record_use(tensor, source.copy))
         # Between two accelerators, the copy runs on the source's stream, and torch makes the target's stream wait for
         # it, so an event on the target's stream follows both.
         last = target.copy if is_accelerator(target.copy) else source.copy
@@ -111,28 +111,28 @@ class Copy:
     def receive(self, parcel: Parcel) -> Payload:
         """Make the target's computation wait for the copy, on its worker."""
         payload, event = parcel
-        return arrived(payload, event, self._target.compute)
+        return wait_for_payload(payload, event, self._target.compute)
 
     def _copy(self, tensor: Tensor) -> Tensor:
         # Links carry leaves: if the copy had a graph, the backward of one stage would run into another stage.
-        copy = self._moved(tensor.detach())
+        copy = self._move(tensor.detach())
         return copy.requires_grad_() if tensor.requires_grad else copy
 
-    def _moved(self, tensor: Tensor) -> Tensor:
+    def _move(self, tensor: Tensor) -> Tensor:
         if self._target.device.type == "cpu":
             return to_host(tensor)
         if self._pins and _is_plain(tensor):
             # Even pinned memory: its owner may change it before it is read.
-            tensor = pinned_like(tensor).copy_(tensor)
+            tensor = allocate_pinned_like(tensor).copy_(tensor)
         return tensor.to(self._target.device, non_blocking=True)
 
 
-def arrived(payload: Payload, event: AbstractEvent, compute: AbstractStream) -> Payload:
+def wait_for_payload(payload: Payload, event: AbstractEvent, compute: AbstractStream) -> Payload:
     """Make ``compute`` wait for ``event``, which is recorded after all writes to ``payload``."""
     wait_event(compute, event)
     # The tensors were allocated on the copy stream, which could reuse their memory while this stream reads it.
     if is_accelerator(compute):
-        return _each(payload, lambda tensor: recorded(tensor, compute))
+        return _each(payload, lambda tensor: record_use(tensor, compute))
     return payload
 
 
@@ -149,7 +149,7 @@ def can_pin(kind: str) -> bool:
 def to_host(tensor: Tensor) -> Tensor:
     """Queue a copy of ``tensor`` to the host on the current stream, to pinned memory if the system has any."""
     if can_pin(tensor.device.type) and _is_plain(tensor):
-        return pinned_like(tensor).copy_(tensor, non_blocking=True)
+        return allocate_pinned_like(tensor).copy_(tensor, non_blocking=True)
     return tensor.to("cpu", non_blocking=True)
 
 
@@ -157,7 +157,7 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and tensor.layout is torch.strided
 
 
-def pinned_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def allocate_pinned_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty_like(tensor, dtype=dtype, device="cpu", pin_memory=True)
 
 
@@ -167,7 +167,7 @@ def _each(payload: Payload, function: Callable[[Tensor], Tensor]) -> Payload:
     return [None if tensor is None else function(tensor) for tensor in payload]
 
 
-def recorded(tensor: Tensor, stream: AbstractStream) -> Tensor:
+def record_use(tensor: Tensor, stream: AbstractStream) -> Tensor:
     """Return ``tensor``, after telling the allocator not to reuse its memory before ``stream`` has read it."""
     record_stream(tensor, stream)
     return tensor

@@ -17,7 +17,7 @@ from streams import waiting
 from ..skip import SkipLayout
 from ..values._describe import Cancelled
 from ..values._leaves import Activation
-from ..values._sharing import divided, joined
+from ..values._sharing import divide_activation, join_activations
 from ._copy import StagePlace, carriers
 
 Payload = TypeVar("Payload")
@@ -150,10 +150,10 @@ class Ports:
         parts = [channel.get_values(i) for channel in self._channels]
         self._sizes[i] = [len(part.tensors) for part in parts]
         # The stage expects the skips after the main value.
-        return joined(parts)
+        return join_activations(parts)
 
     def put_values(self, i: int, activation: Activation) -> None:
-        parts = divided(activation)
+        parts = divide_activation(activation)
         # The cell returns the gradients of all parts as one list, which has to be split again.
         self._sizes[i] = [len(part.tensors) for part in parts]
         for channel, part in zip(self._channels, parts, strict=True):

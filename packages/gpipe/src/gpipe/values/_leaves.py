@@ -95,7 +95,7 @@ def like_accumulated(gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
     return torch.empty_like(leaf, requires_grad=False).copy_(gradient)
 
 
-def accumulated(gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
+def accumulate_gradient(gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
     """Return a captured ``gradient`` as it would be in ``leaf.grad``, added to a gradient that is there already.
 
     A layer that calls backward() itself may have left one.

@@ -53,7 +53,7 @@ def flag_aliases(outputs: Activation, inputs: Activation, others: Sequence[tuple
     return with_marks(outputs, [SHARED if own.count(storage) > 1 else sources.get(storage, OWN) for storage in own])
 
 
-def owned(activation: Activation) -> Activation:
+def clone_preserved(activation: Activation) -> Activation:
     """Clone the ``PRESERVED`` tensors of ``activation``. ``SHARED`` ones keep their marks."""
     if PRESERVED not in activation.marks:
         return activation
@@ -92,13 +92,13 @@ def _differs(a: Tensor, b: Tensor) -> bool:
     return bool(((a != b) & ((a == a) | (b == b))).any())
 
 
-def joined(parts: Sequence[Activation]) -> Activation:
+def join_activations(parts: Sequence[Activation]) -> Activation:
     whole = Activation(tuple([part.value for part in parts]))
     return with_marks(whole, [mark for part in parts for mark in get_marks(part)])
 
 
-def divided(activation: Activation) -> list[Activation]:
-    """Invert :func:`joined`: return one activation per value in the tuple."""
+def divide_activation(activation: Activation) -> list[Activation]:
+    """Invert :func:`join_activations`: return one activation per value in the tuple."""
     parts = [Activation(value) for value in activation.value]
     marks = iter(get_marks(activation))
     return [with_marks(part, [next(marks) for _ in part.tensors]) for part in parts]
@@ -114,7 +114,7 @@ def as_copied(activation: Activation) -> Activation:
     return with_marks(activation, [mark if mark == SHARED else OWN for mark in activation.marks])
 
 
-def guarded(activation: Activation) -> Activation:
+def guard_shared(activation: Activation) -> Activation:
     """Replace ``SHARED`` tensors that require grad by views whose in-place changes torch rejects."""
     if not activation.marks:
         return activation
@@ -127,7 +127,7 @@ def unchangeable(tensor: Tensor) -> Tensor:
     return tensor.unsqueeze(0).unbind(0)[0] if tensor.requires_grad else tensor
 
 
-def given_state(module: nn.Module, outputs: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
+def find_shared_state(module: nn.Module, outputs: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
     """Return the tensors of ``module`` that share memory with ``outputs``, each with the mark ``SHARED``."""
     uncertain = [t for t in outputs if not t.requires_grad or t.is_leaf or t._is_view()]
     if not uncertain:  # the usual case: results of operations that are not views have their own memory
@@ -138,14 +138,14 @@ def given_state(module: nn.Module, outputs: Sequence[Tensor]) -> list[tuple[Tens
     return [(tensor, SHARED) for tensor in state if not is_lazy(tensor) and storage_id(tensor) in given]
 
 
-def gathered(outputs: Sequence[Activation], batches: Sequence[Batch], spec: Any = None) -> Any:
+def gather_outputs(outputs: Sequence[Activation], batches: Sequence[Batch], spec: Any = None) -> Any:
     """Gather the last stage's micro-batch outputs into the output of the mini-batch.
 
     Tensors that share memory in every micro-batch no longer do after they are concatenated. In the plain model, an
     in-place change of one would change the others, so changes of those that require grad raise an error in torch.
     """
     if len(outputs) == 1:
-        outputs = [guarded(outputs[0])]
+        outputs = [guard_shared(outputs[0])]
     whole = gather(map(Batch, map(_value, outputs), map(_rows, batches)), spec)
     if len(outputs) == 1 or SHARED not in chain.from_iterable(map(_marks, outputs)):
         return whole
@@ -153,7 +153,7 @@ def gathered(outputs: Sequence[Activation], batches: Sequence[Batch], spec: Any 
     return map_tensors(lambda tensor: unchangeable(tensor) if next(shared) else tensor, whole)
 
 
-def gathered_activation(outputs: Sequence[Activation], batches: Sequence[Batch], spec: Any = None) -> Activation:
+def gather_activation(outputs: Sequence[Activation], batches: Sequence[Batch], spec: Any = None) -> Activation:
     """Gather the outputs into one activation, whose graph leads to the graphs of the micro-batches."""
     if len(outputs) == 1:
         return outputs[0]
