@@ -18,7 +18,7 @@ from ._torch import device_in
 from .engine._mini_batch import compute_outputs, train
 from .engine._pipeline import Pipeline
 from .engine._workers import Workers
-from .module._arguments import Device, checked_devices, checked_flag, checked_offload, checked_places
+from .module._arguments import Device, check_devices, check_flag, check_offload, check_places
 from .module._data import has_data
 from .module._devices import (
     device_map,
@@ -31,12 +31,12 @@ from .module._devices import (
 from .module._frequencies import expect_sums
 from .module._in_one_operation import in_one_operation
 from .module._init import get_initializer, take_off_hooks
-from .module._modes import Modes, checked_modes, expect_fitting, laid_out
+from .module._modes import Modes, check_modes, expect_fitting, laid_out
 from .module._names import Flattened
-from .module._partition import BalanceError, checked_balance, divide, expect_sequential, recommend_auto_balance
-from .module._rule import SeenSums, named_for
+from .module._partition import BalanceError, check_balance, divide, expect_sequential, recommend_auto_balance
+from .module._rule import SeenSums, choose_schedule_name
 from .module._signature import class_for
-from .module._split_batch import checked
+from .module._split_batch import check_batch
 from .module._step import Prepared, Stepping
 from .module._transforms import not_compiled, refuse_transforms
 from .schedule import Choice, Schedule
@@ -144,9 +144,9 @@ class GPipe(Stepping):
         self.in_spec = in_spec
         self.out_spec = out_spec
         self.chunks = chunks
-        modes = checked_modes(checkpoint)
-        deferred = checked_flag("deferred_batch_norm", deferred_batch_norm)
-        self.__dict__["_offload"] = checked_offload(offload)
+        modes = check_modes(checkpoint)
+        deferred = check_flag("deferred_batch_norm", deferred_batch_norm)
+        self.__dict__["_offload"] = check_offload(offload)
         if blocks is not None or pick is not None:
             raise TypeError("blocks= and pick= are for a model with a custom forward; omit them")
         with untouched_on_failure(module) if isinstance(module, nn.Module) else nullcontext():
@@ -155,8 +155,8 @@ class GPipe(Stepping):
             assert isinstance(module, nn.Sequential)
             if balance is None:
                 balance = _measured_balance(module, devices, sample)
-            sizes = checked_balance(balance, len(module))
-            places = checked_places(devices, len(sizes))
+            sizes = check_balance(balance, len(module))
+            places = check_places(devices, len(sizes))
             verify_skippables(module)
             expect_sums(module, self.chunks)
             # Bypasses nn.Module.__setattr__, here and below, because a layer of the model may have any of these names.
@@ -184,7 +184,7 @@ class GPipe(Stepping):
 
     @checkpoint.setter
     def checkpoint(self, mode: str | Sequence[str]) -> None:
-        modes = expect_fitting(checked_modes(mode), len(self._balance))
+        modes = expect_fitting(check_modes(mode), len(self._balance))
         self._workers.run_lock.run(lambda: self.__dict__.update(_checkpoint=modes))
 
     @property
@@ -215,7 +215,7 @@ class GPipe(Stepping):
         return in_one_operation(self._forward, as_value(args, kwargs))
 
     def _forward(self, value: Any) -> Any:
-        inputs = checked(value, self.in_spec)
+        inputs = check_batch(value, self.in_spec)
         if not self._devices:
             return inputs.bare
         batches, versions = self._cut(inputs)
@@ -225,7 +225,7 @@ class GPipe(Stepping):
             spec = self._pipeline.spec(self._size(len(batches), trains=torch.is_grad_enabled()))
             return compute_outputs(self._pipeline, spec, batches, versions)
 
-        return self._gathered(self._pipeline.run_lock.run(run), batches)
+        return self._gather(self._pipeline.run_lock.run(run), batches)
 
     def close(self) -> None:
         """Stop the worker threads, which otherwise stop when the pipe is freed. The next use starts new ones.
@@ -386,7 +386,7 @@ class GPipe(Stepping):
     def _train(self, prepared: Prepared, schedule: Schedule | str | None) -> None:
         batches, size, losses, _, updates = prepared
         if not isinstance(schedule, Schedule):
-            schedule = named_for(schedule, whole=losses.is_whole, offloads=bool(self._offload))
+            schedule = choose_schedule_name(schedule, whole=losses.is_whole, offloads=bool(self._offload))
         chosen, recorder = self._chooser.plan(schedule, batches, size)
         spec = self._pipeline.spec(size, chosen, losses, observer=recorder)
         train(self._pipeline, spec._replace(updates=updates), batches)
@@ -399,7 +399,7 @@ class GPipe(Stepping):
         stages, layout = laid_out(self._partitions, self._devices)
         self.__dict__["_pipeline"] = Pipeline(stages, layout, self._copy_streams, self._workers, offload=self._offload)
         self.__dict__["_chooser"] = Chooser(stages)
-        self.__dict__["_laid_out"] = self._held()
+        self.__dict__["_laid_out"] = self._list_layers()
         first = self._end(0) if self._balance else None
         # One class per signature, because frameworks read argument names from type(model).forward.
         object.__setattr__(self, "__class__", class_for(type(self), GPipe.forward, first))
@@ -414,7 +414,7 @@ def _measured_balance(module: nn.Sequential, devices: Iterable[Device] | None, s
         raise BalanceError(recommend_auto_balance("balance is required: how many layers each partition gets"))
     from .balance import balance_by_parameters, balance_by_time  # imports the profiler, which most pipes do not need
 
-    partitions = max(1, min(len(checked_devices(devices, 1 if devices is None else len(module))), len(module)))
+    partitions = max(1, min(len(check_devices(devices, 1 if devices is None else len(module))), len(module)))
     if has_data(module):
         return balance_by_time(partitions, module, sample)
     return balance_by_parameters(partitions, module)

@@ -14,7 +14,7 @@ from .engine import _pipeline
 from .engine._mini_batch import compute_outputs
 from .engine._stage import build_stages
 from .engine._workers import Workers
-from .module._arguments import numbered
+from .module._arguments import add_index
 from .schedule._modes import Stops, stop_of_each
 from .skip import SkipLayout, inspect_skip_layout
 from .transport._copy import CopyStreams
@@ -61,7 +61,7 @@ class Pipeline:
         self.batches = batches
         self._checkpoint_stops = stop_of_each(checkpoint_stop, len(partitions))
         places = (
-            [torch.device("cpu")] * len(partitions) if devices is None else [numbered(device) for device in devices]
+            [torch.device("cpu")] * len(partitions) if devices is None else [add_index(device) for device in devices]
         )
         layout = inspect_skip_layout(list(partitions)) if skip_layout is None else skip_layout
         stages = build_stages(partitions, places, layout)

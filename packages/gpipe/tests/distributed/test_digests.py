@@ -130,7 +130,7 @@ def _expect_told(seeds: list[dict[str, int | None]], method: str, late: bool, ne
     given, found = [made(own["input"]), made(own["target"])], None
     with pytest.MonkeyPatch.context() as patch:
         if late:
-            patch.setattr(_digests, "_known", lambda hashed: None)
+            patch.setattr(_digests, "_read_hash", lambda hashed: None)
         try:
             if method == "forward":
                 rank(given[0])

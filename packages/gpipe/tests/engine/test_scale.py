@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gpipe import GPipe, LossSum
 from gpipe.engine import _scale
-from gpipe.engine._scale import DeviceScale, scale_in_place, scaled
+from gpipe.engine._scale import DeviceScale, scale_gradient, scale_in_place
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64)
 
@@ -34,7 +34,7 @@ def test_device_factor_multiplies_like_a_number(
 ) -> None:
     """Property: results are equal in value and dtype, including low precision and 0-dim gradients."""
     gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    multiply = scale_in_place if in_place else scaled
+    multiply = scale_in_place if in_place else scale_gradient
     expected = multiply(gradient.clone(), factor)
     found = multiply(gradient.clone(), DeviceScale(torch.tensor(factor, dtype=torch.float64)))
     assert found.dtype == dtype

@@ -337,7 +337,7 @@ def test_invalid_arguments_raise_before_anything_is_measured(
 
 
 def test_devices_of_several_types_raise(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("gpipe._plan._request.checked_devices", lambda devices, _: [*map(torch.device, devices)])
+    monkeypatch.setattr("gpipe._plan._request.check_devices", lambda devices, _: [*map(torch.device, devices)])
     with pytest.raises(ValueError, match="devices: expected devices of one type, got cpu, cuda"):
         made(devices=["cpu", "cuda"])
 

@@ -15,11 +15,11 @@ from .._gpipe import GPipe
 from ..balance import uniform
 from ..model._blocks import divide
 from ..model._stepping import expect_own_forward
-from ..module._arguments import checked_chunks
+from ..module._arguments import check_chunks
 from ..module._data import expect_data
 from ..module._inputs import Inputs
-from ..module._partition import checked_balance
-from ..module._split_batch import replicated
+from ..module._partition import check_balance
+from ..module._split_batch import replicate_constants
 from ._findings import Finding
 from ._forward import examine_forward, find_units, walk_forward
 from ._layer import broken
@@ -88,7 +88,7 @@ def check(
     if isinstance(model, GPipe):
         model = model[:]
     loss = Loss(loss_fn, target, reduction)
-    if checked_chunks(chunks) < 2:
+    if check_chunks(chunks) < 2:
         raise ValueError(f"chunks must be at least 2, to have micro-batches to compare; got {chunks}")
     if isinstance(model, nn.Sequential):
         if not len(model):
@@ -138,7 +138,7 @@ def _recorded(
 
 
 def _report(record: Record, loss: Loss, chunks: int, balance: Sequence[int] | None) -> Report:
-    batches = scatter(replicated(record.inputs, "sample"), chunks)
+    batches = scatter(replicate_constants(record.inputs, "sample"), chunks)
     real = Cut(tuple(batch.rows[0] for batch in batches))
     if sum(real.rows) < 2:
         raise ValueError(f"sample has {sum(real.rows)} rows; a check compares micro-batches and needs at least two")
@@ -171,7 +171,7 @@ def _blocks(model: nn.Module, balance: Sequence[int] | None) -> list[str]:
     if balance is None:
         return [*divide(model, STAGES).blocks]
     blocks = [*divide(model, 1).blocks]
-    checked_balance(balance, len(blocks))
+    check_balance(balance, len(blocks))
     return blocks
 
 
@@ -180,7 +180,7 @@ def _of_loss(record: Record, loss: Loss, real: Cut, dims: Dims, chunks: int, tol
     target = Signal(unwrap(record.target)[0], {})
     whole = Signal((record.output.value, target.value), {})
     if record.target is not None:
-        targets = scatter(replicated(record.target, "target"), chunks, root="target")
+        targets = scatter(replicate_constants(record.target, "target"), chunks, root="target")
         dims = [*dims, *real.dims(target.tensors(), [Signal(each.value, {}).tensors() for each in targets])]
     cut = finest(whole, dims, real)
     parts = [(*part.value, rows) for part, rows in zip(cut.signals(whole, dims), cut.rows, strict=True)]
@@ -198,4 +198,4 @@ def _double(value: Any) -> Any:
 
 def _sizes(balance: Sequence[int] | None, layers: nn.Sequential) -> list[int]:
     count = len(list(layers.children()))
-    return uniform(min(STAGES, count), layers) if balance is None else checked_balance(balance, count)
+    return uniform(min(STAGES, count), layers) if balance is None else check_balance(balance, count)

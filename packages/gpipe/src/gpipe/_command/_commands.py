@@ -24,7 +24,7 @@ from .._plan._fake_devices import read_fake
 from .._plan._planned import as_input
 from ..balance import balance_by_parameters, balance_cost
 from ..engine._workers import placement
-from ..module._arguments import checked_devices
+from ..module._arguments import check_devices
 from ..simulate import simulate as simulate_schedule
 from ..simulate import stage_costs
 from ..timeline import record
@@ -196,7 +196,7 @@ def simulate(
     """
     expect_writable(html, ".html", ".json", ".svg")
     mini_batch = create_sample(sample)
-    places = checked_devices(devices, len(devices))
+    places = check_devices(devices, len(devices))
     measured = profile_model(load_model(target), mini_batch, places[0], chunks, timeout)
     sizes = balance_cost(measured.seconds, len(places)) if balance is None else balance
     costs, placed = stage_costs(measured, sizes), placement(places)

@@ -12,8 +12,8 @@ from torch import nn
 
 from microbatch import Batch, check, scatter
 
-from ..module._arguments import checked_chunks, checked_mode, listed
-from ..module._split_batch import checked, expect_same_rows
+from ..module._arguments import check_chunks, check_mode, to_list
+from ..module._split_batch import check_batch, expect_same_rows
 from ..schedule import looped_placement
 from ..schedule._named import BREADTH_FIRST, expect_name, usual_placement
 
@@ -117,7 +117,7 @@ def count_rows(sample: Any) -> int:
 def expect_target(target: Any, sample: Any) -> None:
     """Raise the same error as a step if ``target`` cannot be split into the micro-batches of ``sample``."""
     if target is not None:
-        value = checked(target, None, "target")
+        value = check_batch(target, None, "target")
         expect_same_rows(scatter(value.bare, 1, value.spec, "target"), scatter(sample, 1))
 
 
@@ -163,7 +163,7 @@ def read_memory(
         return [default if size is None else size for size, default in zip(own or known, known, strict=True)]
     if isinstance(memory, (str, int, float)):
         return [read_bytes(memory)] * len(devices)
-    given = listed("memory", memory, "a size, or a list with one per device", f"memory={['80GB'] * len(devices)!r}")
+    given = to_list("memory", memory, "a size, or a list with one per device", f"memory={['80GB'] * len(devices)!r}")
     if len(given) != len(devices):
         raise ValueError(f"memory: expected one size, or one per device ({len(devices)}), got {len(given)}")
     return [None if size is None else read_bytes(size, f"memory[{j}]") for j, size in enumerate(given)]
@@ -176,7 +176,7 @@ def read_speeds(speeds: Any, devices: int, facts: Sequence[Facts] = ()) -> list[
         return own
     if any(speed is not None for speed in own):
         raise ValueError(f"speeds: expected None, since devices= says the speed of a device; got {speeds!r}")
-    given = listed("speeds", speeds, "a list with one number per device", f"speeds={[1.0] * devices!r}")
+    given = to_list("speeds", speeds, "a list with one number per device", f"speeds={[1.0] * devices!r}")
     if len(given) != devices:
         raise ValueError(f"speeds: expected one per device ({devices}), got {len(given)}")
     return [None if speed is None else _read_speed(speed, f"speeds[{j}]") for j, speed in enumerate(given)]
@@ -206,8 +206,8 @@ def read_chunks(chunks: Any, rows: int, least: int = 1) -> list[int]:
         return sorted(
             m for m in even if m == 1 or rows - (m - 1) * -(-rows // m) >= least
         )  # the last micro-batch is the smallest
-    given = [chunks] if isinstance(chunks, int) else listed("chunks", chunks, "a number, or a list", "chunks=[4, 8]")
-    numbers = sorted({checked_chunks(number) for number in given})
+    given = [chunks] if isinstance(chunks, int) else to_list("chunks", chunks, "a number, or a list", "chunks=[4, 8]")
+    numbers = sorted({check_chunks(number) for number in given})
     if not numbers or numbers[-1] > rows:
         raise ValueError(f"chunks: expected numbers from 1 to {rows}, the number of rows of the sample, got {chunks!r}")
     return sorted({_made(rows, number) for number in numbers})
@@ -253,5 +253,5 @@ def read_modes(checkpoint: str | None, *, separate_memory: bool) -> Sequence[str
         separate_memory: whether devices have their own memory.
     """
     if checkpoint is not None:
-        return (checked_mode(checkpoint),)
+        return (check_mode(checkpoint),)
     return (*MODES, OFFLOAD) if separate_memory else MODES

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from profiler.text import format_bytes
 
-from ..module._arguments import checked_flag
+from ..module._arguments import check_flag
 from ..schedule import looped_placement
 from ..schedule._loads import ROOM
 from ..schedule._named import BREADTH_FIRST
@@ -51,7 +51,7 @@ def read_host(offload: object, memory: int | str | None, bandwidth: float | str 
     return Host(
         None if memory is None else read_bytes(memory, "host_memory"),
         LINK.bandwidth if bandwidth is None else read_bytes(bandwidth, "host_bandwidth"),
-        checked_flag("offload", offload),
+        check_flag("offload", offload),
     )
 
 

@@ -15,9 +15,9 @@ from profiler import Profile
 from profiler.sandbox import copied
 
 from .._gpipe import GPipe
-from ..module._arguments import Device, checked_flag
+from ..module._arguments import Device, check_flag
 from ..module._data import expect_data
-from ..module._split_batch import replicated
+from ..module._split_batch import replicate_constants
 from ..module._training import takes_output_alone
 from ..timeline import simulate
 from . import _arguments
@@ -145,11 +145,11 @@ def plan(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Sequential or another nn.Module, got {type(model).__name__}")
     model = with_packed(model)
-    sample = replicated(as_input(model, sample), "sample")
+    sample = replicate_constants(as_input(model, sample), "sample")
     _arguments.expect_rows(sample)
-    calibrate = checked_flag("calibrate", calibrate)
+    calibrate = check_flag("calibrate", calibrate)
     takes_output_alone(loss_fn, target)  # or raises
-    target = None if target is None else replicated(target, "target")
+    target = None if target is None else replicate_constants(target, "target")
     _arguments.expect_target(target, sample)
     devices, facts = _arguments.read_facts(_arguments.listed_devices(devices, model))
     fake = read_fake(devices, bandwidth, latency)

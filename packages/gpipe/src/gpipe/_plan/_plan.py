@@ -14,8 +14,8 @@ from profiler import documents
 
 from .._gpipe import GPipe
 from .._page import fragment, page, save
-from ..module._arguments import Device, checked_devices
-from ..module._modes import checked_modes
+from ..module._arguments import Device, check_devices
+from ..module._modes import check_modes
 from ..module._partition import expect_sequential
 from ..schedule import SCHEDULES, Schedule
 from ..timeline import StageCost, Timeline, simulate
@@ -144,7 +144,7 @@ class Plan:
                 f"devices: the plan is for {len(self.devices)} hypothetical devices ({self.devices[0]}); pass real "
                 "ones, as in plan.build(model, devices=[...])"
             )
-        places = checked_devices(self.devices if devices is None else devices, len(self.devices))
+        places = check_devices(self.devices if devices is None else devices, len(self.devices))
         if len(places) < len(self.devices):
             raise ValueError(f"devices: the plan is for {len(self.devices)} devices, got {len(places)}")
         self._expect(self._list_layers(model))
@@ -299,7 +299,7 @@ class Plan:
                 f"lengths {stages}, schedule={plan.schedule!r}, whole_loss={plan.whole_loss}, split={plan.split}, "
                 f"rows={plan.rows} and chunks={plan.chunks}"
             )
-        checked_modes(plan.modes)
+        check_modes(plan.modes)
         return plan
 
     def save(self, path: str | PathLike[str]) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from profiler import Profile
 
-from ..module._arguments import checked_devices
+from ..module._arguments import check_devices
 from ..schedule._named import BREADTH_FIRST
 from ._arguments import LOOPS, count_rows, placed, read_chunks, read_schedules
 from ._fake_devices import FAKE, FakeDevices
@@ -65,7 +65,7 @@ def read_places(devices: Any, fake: FakeDevices | None, layers: int) -> list[tor
     """Return the devices, at most one per layer."""
     if fake:
         return [torch.device("meta")] * min(len(fake.each), layers)
-    places = checked_devices(devices, layers)
+    places = check_devices(devices, layers)
     types = {place.type for place in places}
     if not places:
         raise ValueError("devices: expected at least one, got none")

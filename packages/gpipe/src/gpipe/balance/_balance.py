@@ -16,7 +16,7 @@ from profiler.memory import held_bytes
 
 from ..module._arguments import Device
 from ..module._data import expect_data
-from ..module._split_batch import replicated
+from ..module._split_batch import replicate_constants
 
 
 def balance_by_time(
@@ -52,7 +52,7 @@ def balance_by_time(
     """
     balanced = balancer(partitions, module, pin, forbid)
     expect_data(module, "balance_by_time")
-    sample = replicated(sample, "sample")
+    sample = replicate_constants(sample, "sample")
     # Stages run concurrently and share the threads. Measure with a stage's share, because layers scale differently.
     with intra_op_threads(max(1, torch.get_num_threads() // partitions)):
         seconds = profile_seconds(module, sample, timeout=timeout, device=device)
@@ -105,7 +105,7 @@ def balance_by_size(
         TypeError, ValueError: as for :func:`balance_by_time`.
     """
     balanced = balancer(partitions, module, pin, forbid)
-    input = replicated(input, "input")  # noqa: A001
+    input = replicate_constants(input, "input")  # noqa: A001
     return balanced(profile_sizes(module, input, chunks, param_scale, device))
 
 
@@ -146,7 +146,7 @@ def balance_by_flops(
         TypeError, ValueError: as for :func:`balance_by_time`.
     """
     balanced = balancer(partitions, module, pin, forbid)
-    sample = replicated(sample, "sample")
+    sample = replicate_constants(sample, "sample")
     return balanced(profile(module, sample, device="meta").costs("flops"))
 
 

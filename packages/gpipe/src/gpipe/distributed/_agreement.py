@@ -85,7 +85,7 @@ def expect_same(reports: Sequence[Report], members: Sequence[int], name: str) ->
 _SEED = ": call torch.manual_seed() before the model is created, or load a checkpoint into it first"
 
 
-def described(module: nn.Module) -> dict[str, Any]:
+def describe_model(module: nn.Module) -> dict[str, Any]:
     """Return the properties of a model that ranks compare: layers, tensors, and the version of torch."""
     return {
         "layers of the model": _digest((name, type(layer).__qualname__) for name, layer in module.named_children()),

@@ -30,7 +30,7 @@ def average(parameters: Sequence[Tensor], meeting: ObjectExchange, group: dist.P
         meeting.all_gather({})  # if one fails, all fail
 
 
-def averaged_over(module: nn.Module, group: dist.ProcessGroup) -> list[nn.Parameter]:
+def find_averaged_parameters(module: nn.Module, group: dist.ProcessGroup) -> list[nn.Parameter]:
     """Return the trained parameters whose gradients are to be averaged over ``group``.
 
     Not those that ``fully_shard`` has sharded over it, because it averages them. ValueError for a parameter that is

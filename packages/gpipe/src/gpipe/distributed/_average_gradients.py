@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ._agreement import agreement
-from ._average import average, averaged_over
+from ._average import average, find_averaged_parameters
 from ._calls import announce
 from ._deferred_signals import allow_signals, defer_signals
 from ._groups import Group, expect_group
@@ -64,7 +64,7 @@ def _expect_replicas(rank: nn.Module, group: dist.ProcessGroup) -> None:
         return
     with agreement(get_exchange(group), "average_gradients") as found, allow_signals():
         trained = {name: parameter for name, parameter in rank.named_parameters() if parameter.requires_grad}
-        averaged = {*averaged_over(rank, group)}
+        averaged = {*find_averaged_parameters(rank, group)}
         sharded = [name for name, parameter in trained.items() if parameter not in averaged]
         if sharded:
             raise ValueError(

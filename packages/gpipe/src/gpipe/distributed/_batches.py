@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
-from ._calls import shared_by_first
+from ._calls import read_on_first
 from ._rank import Rank
 
 
@@ -42,7 +42,7 @@ def broadcast_batches(loader: Iterable[Any] | None, rank: Rank) -> Iterator[Any]
             batches.append(_iterator(loader))
         return [*islice(batches[0], 1)]
 
-    while found := shared_by_first(rank, "broadcast_batches", read):
+    while found := read_on_first(rank, "broadcast_batches", read):
         yield found[0]
 
 

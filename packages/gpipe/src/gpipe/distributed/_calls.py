@@ -89,7 +89,7 @@ _created: WeakValueDictionary[int, Connected] = WeakValueDictionary()
 
 
 @defer_signals()
-def shared_by_first(rank: Connected, method: str, read: Callable[[], Any]) -> Any:
+def read_on_first(rank: Connected, method: str, read: Callable[[], Any]) -> Any:
     """Call ``read`` on the rank of the first stage, and return its result on all ranks, which call this together.
 
     Ranks that need the tensors of mini-batches get copies on the CPU. Other ranks get None in place of each tensor.

@@ -71,14 +71,14 @@ class Digests:
                     self._add(path, leaf)
                 elif type(leaf) in _PLAIN and count < COUNT:
                     count += 1
-                    self.known[path] = Digest(None, type(leaf).__name__, _shortened(repr(leaf)))
+                    self.known[path] = Digest(None, type(leaf).__name__, _shorten(repr(leaf)))
 
     def _add(self, path: str, tensor: Tensor) -> None:
         value = None
         if _has_elements(tensor):
             with torch.no_grad():
-                found = _hashed(tensor)
-                value = _known(found)
+                found = _hash(tensor)
+                value = _read_hash(found)
                 if value is None:
                     there = found.to("cpu", non_blocking=True)  # pinned memory
                     self._pending[path] = there, record_event(current_stream(found.device))
@@ -103,11 +103,11 @@ def _has_elements(tensor: Tensor) -> bool:
     return is_plain and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested or not tensor.numel())
 
 
-def _known(hashed: Tensor) -> int | None:
+def _read_hash(hashed: Tensor) -> int | None:
     return int(hashed) if hashed.device.type == "cpu" else None
 
 
-def _hashed(tensor: Tensor) -> Tensor:
+def _hash(tensor: Tensor) -> Tensor:
     """Return a hash of the bytes of a sample of elements, on the tensor's device."""
     data = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     if data.numel() > 2 * SAMPLE:
@@ -117,7 +117,7 @@ def _hashed(tensor: Tensor) -> Tensor:
     return (numbers * _weights(len(numbers), numbers.device)).sum()  # overflow wraps around
 
 
-def _shortened(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= _LONG else f"{text[:_LONG]}… ({hashlib.sha256(text.encode()).hexdigest()[:12]})"
 
 

@@ -27,7 +27,7 @@ class UnreachableError(Exception):
         self.silent = "imed out" in str(error)
 
 
-def named(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
     """Return the beginning of a sentence about these ranks, such as ``rank 1 has``."""
     listed = ", ".join(map(str, ranks))
     return f"rank {listed} has" if len(ranks) == 1 else f"ranks {listed} have"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 import torch.distributed as dist
 
-from ._errors import LostRankError, named
+from ._errors import LostRankError, name_ranks
 from ._messages import Peer
 
 if TYPE_CHECKING:
@@ -128,8 +128,8 @@ def open_groups(group: Group | None, timeout: timedelta | None, announce: Announ
         if not missing:
             raise
         raise LostRankError(
-            f"{named(missing)} ended, or did not reach this call within {timeout.total_seconds():g} s; all processes "
-            "of the group must create a Rank, save, load and average gradients together"
+            f"{name_ranks(missing)} ended, or did not reach this call within {timeout.total_seconds():g} s; all "
+            "processes of the group must create a Rank, save, load and average gradients together"
         ) from error
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from streams import has_streams
 
 from ..checkpoint._random import next_seed
-from ..module._arguments import Device, parsed_device
+from ..module._arguments import Device, parse_device
 from ..module._init import Initializer, Loaded
 from ..module._partition import place_partitions
 from ._tied import TiedTensor, find_tied
@@ -93,7 +93,7 @@ def _places(device: Any, count: int) -> list[torch.device]:
         raise ValueError(
             f"device: expected one device, or {count}, one for each stage of this rank; got {len(given)}: {device!r}"
         )
-    return [parsed_device(each, f"device[{j}]" if given is device else "device") for j, each in enumerate(given)]
+    return [parse_device(each, f"device[{j}]" if given is device else "device") for j, each in enumerate(given)]
 
 
 def find_backend(device: torch.device, transport: str) -> str | None:

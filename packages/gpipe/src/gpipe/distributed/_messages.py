@@ -81,16 +81,16 @@ class Peer:
 
     def send(self, data: Tensor, beside: int = 0) -> Any:
         """Start to send ``data``, which must not change until :meth:`wait` returns."""
-        return self._tried(self._group.send, [data], self._number, self._out + beside)
+        return self._try(self._group.send, [data], self._number, self._out + beside)
 
     def receive(self, data: Tensor, beside: int = 0) -> Any:
         """Start to receive into ``data``, which may be larger than the message."""
-        return self._tried(self._group.recv, [data], self._number, self._into + beside)
+        return self._try(self._group.recv, [data], self._number, self._into + beside)
 
     def wait(self, work: Any) -> None:
-        self._tried(work.wait, *(() if self._timeout is None else (self._timeout,)))
+        self._try(work.wait, *(() if self._timeout is None else (self._timeout,)))
 
-    def _tried(self, call: Callable[..., Any], *given: Any) -> Any:
+    def _try(self, call: Callable[..., Any], *given: Any) -> Any:
         try:
             return call(*given)
         except RuntimeError as error:

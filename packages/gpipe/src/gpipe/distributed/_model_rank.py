@@ -22,7 +22,7 @@ from ..model._stage import DividedModel, ModelStage
 from ..model._stepping import ModelStepping, expect_own_forward
 from ..module._devices import expect_same_device, identities_kept, untouched_on_failure
 from ..module._frequencies import expect_sums
-from ..module._keywords import NOTHING, Call, called_with, given_to
+from ..module._keywords import NOTHING, Call, bind_arguments, get_mini_batch
 from ..module._signature import class_for
 from ..module._step import Asked, Prepared
 from ..module._transforms import refuse_transforms
@@ -150,7 +150,7 @@ class ModelRank(ModelStepping, Rank, of_models=True):
     def _connect(self, share: LocalStages, groups: Groups, reports: Sequence[Mapping[str, Any]]) -> None:
         layout, count = inspect_skip_layout(share.every), len(self._balance)
         stages = [ModelStage(j, share.every[j], device, layout) for j, device in share.device_of.items()]
-        processes = self._joined(share, [*numbered_pairs(count).values()][count - 1 :], groups, reports)
+        processes = self._join(share, [*numbered_pairs(count).values()][count - 1 :], groups, reports)
         common, others = [*self._common.values()], find_others(share.every[:-1], {*self._blocks.values()})
         stages_of_others = {module: j for j, part in enumerate(others) for module in part.values()}
         named = {name: module for part in others for name, module in part.items()}
@@ -171,10 +171,10 @@ class ModelRank(ModelStepping, Rank, of_models=True):
     def _places(self) -> list[torch.device]:
         return [self._devices[-1]] * len(self._balance)
 
-    def _asked(self, call: Call, schedule: Schedule | str | None, found: RunProposal) -> Asked:
-        if given_to(call) is NOTHING:
+    def _check_call(self, call: Call, schedule: Schedule | str | None, found: RunProposal) -> Asked:
+        if get_mini_batch(call) is NOTHING:
             raise TypeError(_NEEDS_INPUTS)
-        asked = self._cut_for_loss(Asked(call, schedule, called_with(self._end(0), call), []))
+        asked = self._cut_for_loss(Asked(call, schedule, bind_arguments(self._end(0), call), []))
         found.batches = asked.batches
         found.whole = self._is_whole(asked, self._size(len(found.batches), trains=call.trains))
         found.must_match |= describe_inputs(asked.inputs)
@@ -189,14 +189,14 @@ class ModelRank(ModelStepping, Rank, of_models=True):
     def _remote_loss(self, asked: Asked, *, whole: bool) -> RemoteLoss:
         return RemoteLoss(asked.kind, is_whole=whole, replays=whole and self.out_spec is None)
 
-    def _returned(self, prepared: Prepared, call: Call) -> Any:
+    def _build_result(self, prepared: Prepared, call: Call) -> Any:
         losses = prepared.losses
         self._keep_facts(losses.replays)
         if isinstance(losses, RemoteLoss) and losses.replays:
             conventions = self._shown().conventions
             if losses.kind not in conventions:
                 conventions.keep(losses.kind, losses.finding())
-        return super()._returned(prepared, call)
+        return super()._build_result(prepared, call)
 
     def _keep_facts(self, replays: Any) -> None:
         """Keep the facts from the forwards of a run, as all ranks do."""

@@ -29,7 +29,7 @@ def norm_over(
         dense = [each.coalesce().values() if each.is_sparse else each for each in gradients]
         squares = [_whole(get_total_norm(kind)).to(device, torch.float64).square() for kind in _by_mesh(dense)]
         none = torch.zeros((), dtype=torch.float64, device=device)
-        return _summed(expect_group(group), all_gather, sum(squares, start=none)).sqrt().float()
+        return _sum_squares(expect_group(group), all_gather, sum(squares, start=none)).sqrt().float()
 
 
 def _by_mesh(gradients: Iterable[Any]) -> list[list[Tensor]]:
@@ -45,7 +45,7 @@ def _whole(norm: Any) -> Tensor:
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[no-any-return]
 
 
-def _summed(group: dist.ProcessGroup, all_gather: Callable[[Report], list[Report]], square: Tensor) -> Tensor:
+def _sum_squares(group: dist.ProcessGroup, all_gather: Callable[[Report], list[Report]], square: Tensor) -> Tensor:
     if square.device.type != "cpu" and f"{square.device.type}:" in dist.get_backend_config(group):
         all_gather({})  # because a reduction without one of the members would hang
         dist.all_reduce(square, group=group)  # queued on the device: the host does not wait

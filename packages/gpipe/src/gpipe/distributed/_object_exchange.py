@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from ._errors import LostRankError, UnreachableError, format_error, is_of_gloo, named
+from ._errors import LostRankError, UnreachableError, format_error, is_of_gloo, name_ranks
 from ._groups import ALONE, Group, Groups, expect_group, open_groups
 from ._messages import RemoteLink
 
@@ -81,7 +81,7 @@ class ObjectExchange:
             raise
         except BaseException as error:
             if isinstance(error, UnreachableError) or is_of_gloo(str(error)):
-                self._lost = self._found_lost(error)
+                self._lost = self._find_lost(error)
                 raise LostRankError(self._lost) from None
             self.leave_interrupted(error)
             raise
@@ -103,7 +103,7 @@ class ObjectExchange:
                     self.groups.store.compare_set("lost", "", self._lost)
         self.groups.end()
 
-    def _found_lost(self, error: BaseException) -> str:
+    def _find_lost(self, error: BaseException) -> str:
         """Return the message that all members raise after ``error``. Each member calls this."""
         suspects = {k for k in self.groups.peers if self.groups.is_closed(k)}
         patience = _MOMENT
@@ -113,11 +113,11 @@ class ObjectExchange:
             patience = min(self.groups.timeout.total_seconds(), _SILENCE) if error.silent else _MOMENT
         self.groups.end()  # wakes the members that wait for this one, so that they get here too
         try:
-            return self._called_roll(suspects, patience)
+            return self._call_roll(suspects, patience)
         except RuntimeError:  # the process with the store has exited
             return self._text(suspects)
 
-    def _called_roll(self, suspects: set[int], patience: float) -> str:
+    def _call_roll(self, suspects: set[int], patience: float) -> str:
         """Register this member in the store, and wait for the suspects to register.
 
         The first member that identifies the lost ones stores the message, which all members return.
@@ -134,7 +134,7 @@ class ObjectExchange:
         return str(store.get("lost").decode())
 
     def _text(self, members: set[int]) -> str:
-        who = named([self.groups.members[k] for k in sorted(members)])
+        who = name_ranks([self.groups.members[k] for k in sorted(members)])
         return (
             f"{who} ended, or did not answer within {self.groups.timeout.total_seconds():g} s; {_RESTART}, "
             "and if a rank was only slow, with a timeout that exceeds the time of a step and "

@@ -61,7 +61,7 @@ def find_options(module: nn.Module, optimizer: Optimizer, found: Mapping[str, An
     if found.get("class", own) != own:
         raise ValueError(f"optimizer: the checkpoint has the state of {found['class']}, but this optimizer is {own}")
     members = names_in(module, optimizer)
-    known = [[_known(names, found) for names in each] for each in members]
+    known = [[_find_name(names, found) for names in each] for each in members]
     return [_options(each, found["param_groups"]) if each else None for each in known]
 
 
@@ -105,7 +105,7 @@ def from_names(
     state: dict[int, State] = {}
     groups = []
     for k, (group, members) in enumerate(zip(saved["param_groups"], names_in(module, optimizer), strict=True)):
-        known = [_known(names, found) for names in members]
+        known = [_find_name(names, found) for names in members]
         state |= {
             index: found["state"][name]
             for index, name in zip(group["params"], known, strict=True)
@@ -116,7 +116,7 @@ def from_names(
     return {**saved, "state": state, "param_groups": groups}
 
 
-def _known(names: Sequence[str], found: Mapping[str, Any]) -> str:
+def _find_name(names: Sequence[str], found: Mapping[str, Any]) -> str:
     for name in names:
         if name in found["param_groups"]:
             return name

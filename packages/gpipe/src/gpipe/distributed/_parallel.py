@@ -15,17 +15,17 @@ from torch import nn
 Groups = set[dist.ProcessGroup]
 
 
-def synced_layers(module: nn.Module) -> dict[str, nn.SyncBatchNorm]:
+def find_synced_layers(module: nn.Module) -> dict[str, nn.SyncBatchNorm]:
     return {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.SyncBatchNorm)}
 
 
-def synced_over(layers: dict[str, nn.SyncBatchNorm]) -> dict[str, Groups]:
+def find_sync_groups(layers: dict[str, nn.SyncBatchNorm]) -> dict[str, Groups]:
     """Return the process groups, by layer name, that layers in training mode communicate over."""
     found = {name: layer.process_group or dist.group.WORLD for name, layer in layers.items() if layer.training}
     return {name: {group} for name, group in found.items() if group is not None}
 
 
-def sharded_over(module: nn.Module) -> dict[str, Groups]:
+def find_shard_groups(module: nn.Module) -> dict[str, Groups]:
     """Return the process groups, by parameter name, that parameters are currently sharded over."""
     if "torch.distributed.tensor" not in sys.modules:  # listing the parameters takes time
         return {}

@@ -134,10 +134,10 @@ class RankProcesses(Processes):
         link = self._links.get(number)
         return None if link is None else RemoteChannel(link, run)
 
-    def shared(self, module: nn.Module) -> list[Tensor]:
-        return self.tied.trained(module)
+    def find_shared(self, module: nn.Module) -> list[Tensor]:
+        return self.tied.find_trained(module)
 
-    def summed(self, gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+    def sum_gradients(self, gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         with self._reaching():
             self.tied.add_up(gradients)
         return gradients

@@ -21,20 +21,20 @@ from ..engine._mini_batch import compute_outputs
 from ..engine._offloaded import Offload
 from ..engine._pipeline import Pipeline
 from ..engine._workers import Workers
-from ..module._arguments import Device, checked_flag, checked_offload, whole
+from ..module._arguments import Device, check_flag, check_offload, whole
 from ..module._devices import expect_same_device
 from ..module._frequencies import expect_sums
 from ..module._init import get_initializer, take_off_hooks
-from ..module._modes import Modes, checked_modes, expect_fitting, laid_out
-from ..module._partition import BalanceError, checked_balance, expect_sequential, recommend_auto_balance, split_layers
+from ..module._modes import Modes, check_modes, expect_fitting, laid_out
+from ..module._partition import BalanceError, check_balance, expect_sequential, recommend_auto_balance, split_layers
 from ..module._rule import SeenSums
-from ..module._split_batch import checked
+from ..module._split_batch import check_batch
 from ..module._transforms import refuse_transforms
 from ..schedule import Choice
 from ..skip import verify_skippables
 from ..transport._copy import CopyStreams
 from ..values._leaves import Activation, as_value
-from ._agreement import agreement, checksums, described
+from ._agreement import agreement, checksums, describe_model
 from ._calls import announce_new, announce_new_replica, gradient_norm, register
 from ._deferred_signals import allow_signals, defer_signals
 from ._digests import Digests
@@ -42,7 +42,7 @@ from ._groups import Group, Groups, open_groups
 from ._local_stages import LocalStages, local_stages
 from ._norm import clip
 from ._object_exchange import ObjectExchange
-from ._parallel import synced_layers
+from ._parallel import find_synced_layers
 from ._processes import RankProcesses
 from ._replicas import Replicas
 from ._sharded import Sharding
@@ -133,14 +133,14 @@ class Rank(RankStepping):
             with agreement(exchange) as found, allow_signals():
                 expect_plain(module)
                 self.chunks = chunks
-                self._deferred = checked_flag("deferred_batch_norm", deferred_batch_norm)
-                self.__dict__.update(_least_rows=2 if self._deferred else 1, _offload=checked_offload(offload))
+                self._deferred = check_flag("deferred_batch_norm", deferred_batch_norm)
+                self.__dict__.update(_least_rows=2 if self._deferred else 1, _offload=check_offload(offload))
                 initializer, ranks = get_initializer(init), None if ranks is None else [*ranks]
                 kept = take_off_hooks(module)
                 stages = len(groups.members if ranks is None else ranks)
                 every = self._divide(module, balance, blocks, stages, sample)
-                self._checkpoint = expect_fitting(checked_modes(checkpoint), len(self._balance))
-                self._ranks = _checked_ranks(ranks, len(self._balance), len(groups.members))
+                self._checkpoint = expect_fitting(check_modes(checkpoint), len(self._balance))
+                self._ranks = _check_ranks(ranks, len(self._balance), len(groups.members))
                 found.must_match = self._creation_to_match(module, transport)
             with agreement(exchange) as placed, allow_signals():
                 norm_chunks = self._chunks if self._deferred else 0
@@ -157,7 +157,7 @@ class Rank(RankStepping):
             self._connect(share, groups, placed.received)
             shared.must_match = found.must_match | (checksums(self) if self._replicas.are_there else {})
             self._sharding = Sharding(share.partitions, share.tied)
-            self._synced, self._members = synced_layers(self), groups.members
+            self._synced, self._members = find_synced_layers(self), groups.members
         self._last: Choice | None = None
         self._averages = True
         self.__dict__["_sums"] = SeenSums()
@@ -181,7 +181,7 @@ class Rank(RankStepping):
             raise BalanceError(recommend_auto_balance("balance is required: how many layers each stage gets"))
         verify_skippables(module)
         expect_sums(module, self._chunks)
-        self._balance = checked_balance(balance, len(module))
+        self._balance = check_balance(balance, len(module))
         return [*split_layers(module, self._balance)]
 
     def _share_by_all(self, every: Sequence[nn.Module]) -> None:
@@ -191,8 +191,8 @@ class Rank(RankStepping):
         """Register the layers of this rank."""
         assert isinstance(module, nn.Sequential)
         self._take(share.partitions, module)
-        self._laid_out = self._held()
-        self._guards = _guarded(share)
+        self._laid_out = self._list_layers()
+        self._guards = _guard_parameters(share)
 
     def _connect(self, share: LocalStages, groups: Groups, reports: Sequence[Mapping[str, Any]]) -> None:
         """Create the engine's stages, and connect them to the stages of other ranks."""
@@ -201,11 +201,11 @@ class Rank(RankStepping):
         every, layout = laid_out(share.every, [devices.get(j, cpu) for j in range(len(self._ranks))])
         stages = [every[j] for j in share.numbers]
         routes = [(source, target) for _, source, target in layout.routes]
-        processes = self._joined(share, routes, groups, reports)
+        processes = self._join(share, routes, groups, reports)
         streams, workers = self._copy_streams(share), Workers(share.devices)
         self._pipeline = Pipeline(stages, layout, streams, workers, processes, offload=self._offload)
 
-    def _joined(
+    def _join(
         self,
         share: LocalStages,
         routes: Sequence[tuple[int, int]],
@@ -226,7 +226,7 @@ class Rank(RankStepping):
         return {
             "balance": self._balance,
             "ranks": self._ranks,
-            **described(module),
+            **describe_model(module),
             "deferred_batch_norm": self._deferred,
             "checkpoint": self._checkpoint,
             "offload": self._offload,
@@ -281,7 +281,7 @@ class Rank(RankStepping):
         refuse_transforms()
         with self._opening("forward") as found, allow_signals():
             if self._pipeline.begins:
-                found.batches, _ = self._cut(checked(as_value(args, kwargs), self.in_spec))
+                found.batches, _ = self._cut(check_batch(as_value(args, kwargs), self.in_spec))
             if args or kwargs:
                 found.rows = Digests({"input": as_value(args, kwargs)})
         with torch.no_grad():
@@ -292,7 +292,7 @@ class Rank(RankStepping):
                 return compute_outputs(self._pipeline, spec, found.batches, Versions())
 
             outputs = self._pipeline.run_lock.run(run)
-        return self._gathered(outputs, found.batches) if self._pipeline.ends else None
+        return self._gather(outputs, found.batches) if self._pipeline.ends else None
 
     @defer_signals()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -349,7 +349,7 @@ setattr(Rank, READ_BY_DATA_PARALLEL, property(Wrapped))
 setattr(Rank, SET_BY_FSDP, managed_by_fsdp)
 
 
-def _guarded(share: LocalStages) -> list[RemovableHandle]:
+def _guard_parameters(share: LocalStages) -> list[RemovableHandle]:
     """Guard the parameters of other ranks against use here: they are not trained, and their gradients would be lost."""
     own = {id(parameter) for parameter in share.partitions.parameters()}
     return [
@@ -371,7 +371,7 @@ def _remove(guards: Sequence[RemovableHandle]) -> None:
         guard.remove()
 
 
-def _checked_ranks(ranks: Iterable[int] | None, stages: int, members: int) -> list[int]:
+def _check_ranks(ranks: Iterable[int] | None, stages: int, members: int) -> list[int]:
     """Return ``ranks`` as a list with the rank of each stage; ValueError unless every member has a stage."""
     if ranks is None:
         if stages < members:

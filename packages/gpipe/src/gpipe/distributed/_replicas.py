@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ._agreement import METHOD, expect_same
-from ._average import average, averaged_over
+from ._average import average, find_averaged_parameters
 from ._errors import LostRankError, RemoteError, format_error, is_of_gloo
 from ._groups import ALONE, Announce, Group, expect_group, open_groups
 from ._object_exchange import ObjectExchange, Report
@@ -64,7 +64,7 @@ class Replicas:
         """Average the gradients of ``module`` at the end of a step, in which all replicas have succeeded."""
         self._may_average = False
         if self.group is not None and self.are_there:
-            average(averaged_over(module, self.group), self.meeting, self.group)
+            average(find_averaged_parameters(module, self.group), self.meeting, self.group)
 
     def skip_average(self) -> None:
         self._may_average = False

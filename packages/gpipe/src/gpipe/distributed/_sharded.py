@@ -26,11 +26,11 @@ class Sharding:
         self._partitions = partitions
         self._tied = tied
         names: dict[Tensor, list[str]] = {}
-        for name, parameter in self._named():
+        for name, parameter in self._iterate_parameters():
             names.setdefault(parameter, []).append(name)
         self._shared = [each for each in names.values() if len(each) > 1]
 
-    def _named(self) -> Iterator[tuple[str, Tensor]]:
+    def _iterate_parameters(self) -> Iterator[tuple[str, Tensor]]:
         for partition in self._partitions:
             yield from partition.named_parameters(remove_duplicate=False)
 
@@ -38,7 +38,7 @@ class Sharding:
         """Raise ValueError if a parameter of several stages is sharded: each stage would train a separate shard."""
         if not fsdp_modules(self._partitions):
             return
-        named = dict(self._named())
+        named = dict(self._iterate_parameters())
         apart = [names for names in self._shared if len({id(named[name]) for name in names}) > 1]
         far = [each.tensor for each in self._tied if hasattr(each.tensor, "placements")]
         apart += [[name] for name, parameter in named.items() if any(parameter is tensor for tensor in far)]
@@ -55,7 +55,7 @@ class Sharding:
         states = [module._get_fsdp_state() for module in fsdp_modules(self._partitions)]
         before = {group: _settings(group) for state in states for group in _groups(state)}
         parameters = [parameter for group in before for parameter in group.fsdp_params if _keeps_apart(parameter)]
-        apart = [_taken(parameter) for parameter in parameters]
+        apart = [_take_gradient(parameter) for parameter in parameters]
         for state in states:
             state._state_ctx.is_last_backward = False
         for group in before:
@@ -98,7 +98,7 @@ def _keeps_apart(parameter: Any) -> bool:
     return not isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property)
 
 
-def _taken(parameter: Any) -> Tensor | None:
+def _take_gradient(parameter: Any) -> Tensor | None:
     """Remove and return the unreduced gradient of a different dtype, which earlier backwards have accumulated."""
     grown: Tensor | None = parameter.unsharded_accumulated_grad
     parameter.unsharded_accumulated_grad = None
@@ -107,7 +107,7 @@ def _taken(parameter: Any) -> Tensor | None:
 
 def _give_back(parameter: Any, earlier: Tensor | None, scale: Scale) -> None:
     """Apply the loss's ``scale`` to the unreduced gradient of this step, and add the ``earlier`` one."""
-    grown = _taken(parameter)
+    grown = _take_gradient(parameter)
     if grown is not None:
         grown = scale_in_place(grown, scale)
     parameter.unsharded_accumulated_grad = earlier if grown is None else grown if earlier is None else grown + earlier

@@ -14,8 +14,8 @@ from ..engine._loss_value import LossValue, own_loss
 from ..engine._losses import Losses
 from ..engine._mini_batch import train
 from ..engine._settings import settings
-from ..module._keywords import Call, called_with, given_to
-from ..module._rule import Rule, is_left_open, named_for
+from ..module._keywords import Call, bind_arguments, get_mini_batch
+from ..module._rule import Rule, choose_schedule_name, is_left_open
 from ..module._step import Asked, Prepared, Stepping
 from ..module._torch_losses import is_of_torch
 from ..module._training import Unlike
@@ -25,7 +25,7 @@ from ._agreement import METHOD
 from ._deferred_signals import allow_signals, defer_signals
 from ._digests import Digests
 from ._groups import Group, end_collectives
-from ._parallel import expect_parallel, sharded_over, synced_over
+from ._parallel import expect_parallel, find_shard_groups, find_sync_groups
 from ._processes import RankProcesses, RunProposal
 from ._remote_loss import RemoteLoss
 from ._replicas import Replicas
@@ -58,7 +58,7 @@ class RankStepping(Stepping):
     _averages: bool
     _last: Choice | None
 
-    def _prepared(self, call: Call, schedule: Schedule | str | None, scope: ExitStack) -> Prepared:
+    def _prepare_call(self, call: Call, schedule: Schedule | str | None, scope: ExitStack) -> Prepared:
         """Prepare a step or an evaluation.
 
         Ranks without the first stage have only row counts as micro-batches. Ranks without the last stage have a
@@ -68,7 +68,7 @@ class RankStepping(Stepping):
         with self._replicas.hearing(self._end_collectives) if call.trains else nullcontext():
             with self._opening(call.method, schedule) as found, allow_signals():
                 self._expect_fit(call)
-                asked = self._asked(call, schedule, found)
+                asked = self._check_call(call, schedule, found)
                 found.rows = Digests({"input": call.input, **call.arguments, "target": call.target})
             asked = asked._replace(batches=asked.batches or found.batches)
             if call.trains:
@@ -81,11 +81,11 @@ class RankStepping(Stepping):
                     self._processes.call_off([error])
         return Prepared(asked.batches, self._size(len(asked.batches), trains=call.trains), losses, found.seed)
 
-    def _asked(self, call: Call, schedule: Schedule | str | None, found: RunProposal) -> Asked:
+    def _check_call(self, call: Call, schedule: Schedule | str | None, found: RunProposal) -> Asked:
         """Check a call. On the rank of the first stage, split its inputs into the micro-batches of ``found``."""
         if not self._pipeline.begins:
-            return Asked(call, schedule, given_to(call), [])
-        asked = self._cut_for_loss(Asked(call, schedule, called_with(self._end(0), call), []))
+            return Asked(call, schedule, get_mini_batch(call), [])
+        asked = self._cut_for_loss(Asked(call, schedule, bind_arguments(self._end(0), call), []))
         found.batches = asked.batches
         found.whole = self._is_whole(asked, self._size(len(found.batches), trains=call.trains))
         return asked
@@ -167,7 +167,7 @@ class RankStepping(Stepping):
         with self._processes.begin_call() as found:
             self._expect_layers()
             found.must_match = self._call_to_match(method, schedule)
-            parallel = synced_over(self._synced) | sharded_over(self)
+            parallel = find_sync_groups(self._synced) | find_shard_groups(self)
             self._parallel = set().union(*parallel.values())
             if method == "step":
                 self._replicas.meeting.expect_open()
@@ -181,7 +181,7 @@ class RankStepping(Stepping):
         """Return the schedule to run for ``schedule``. Nothing is measured, so ``"auto"`` means the default."""
         if isinstance(schedule, Schedule):
             return build_own_choice(schedule)
-        name = named_for(schedule, whole=whole, offloads=bool(self._offload)).lower()
+        name = choose_schedule_name(schedule, whole=whole, offloads=bool(self._offload)).lower()
         # The first trained stage sends no input gradient, so there is nothing to compute before its weight gradients.
         return Choice("1f1b" if name == "auto" else name, tuple(self._trained[1:]) if name in SPLITTING else ())
 

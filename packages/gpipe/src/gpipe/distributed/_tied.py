@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..engine._accumulate import added
+from ..engine._accumulate import add
 from ..engine._scale import HALVES, wide
-from ..engine._tied import collect_contents, shared_tensors
+from ..engine._tied import collect_contents, find_shared_tensors
 from ._device_links import DeviceLinks
 from ._messages import RemoteLink
 
@@ -92,7 +92,7 @@ def find_tied(
     Also return, for each pair of ranks in the pipe that exchange such tensors, two stages that have one, one per rank.
     """
     parts = [collect_contents(partition) for partition in partitions]
-    shared = shared_tensors([part.tensors for part in parts])
+    shared = find_shared_tensors([part.tensors for part in parts])
     holders: dict[int, dict[int, tuple[int, nn.Module, str]]] = {}  # by tensor and rank: its first stage, and where
     for stage, (rank, part) in enumerate(zip(ranks, parts, strict=True)):
         for module in part.modules:
@@ -135,7 +135,7 @@ class TiedTensors:
     def states(self) -> dict[int, TiedState]:
         return {each.number: each.state() for each in (*self._owned, *self._others)}
 
-    def trained(self, module: nn.Module) -> list[Tensor]:
+    def find_trained(self, module: nn.Module) -> list[Tensor]:
         tied = [each.tensor for each in (*self._owned, *self._others)]
         below = {*collect_contents(module).parameters} if tied else set()
         return [tensor for tensor in tied if tensor.requires_grad and tensor in below]
@@ -151,7 +151,7 @@ class TiedTensors:
         for each in self._owned:
             parts = [_dense(sums.pop(each.tensor, None)), *[self._get(k)[0] for k in each.members[1:]]]
             there = [part.to(each.tensor.device) for part in parts if part is not None]
-            whole = reduce(added, there) if there else None
+            whole = reduce(add, there) if there else None
             for k in each.members[1:]:
                 self._put(k, [whole])
             sums |= {} if whole is None else {each.tensor: whole}

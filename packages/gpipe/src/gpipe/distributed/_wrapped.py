@@ -41,7 +41,7 @@ def expect_plain(module: nn.Module) -> None:
             )
 
 
-def _managed(rank: Any) -> Any:
+def _get_managed(rank: Any) -> Any:
     raise AttributeError
 
 
@@ -51,7 +51,7 @@ def _manage(rank: Any, value: object) -> NoReturn:
     _refuse("FullyShardedDataParallel(rank)")
 
 
-managed_by_fsdp = property(_managed, _manage)
+managed_by_fsdp = property(_get_managed, _manage)
 """An attribute that a rank has not, and that raises a TypeError when a wrapper sets it."""
 
 _SHARDED = "; its parameters are sharded already, so create a new Rank"

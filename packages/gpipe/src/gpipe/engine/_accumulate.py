@@ -25,7 +25,7 @@ from .._torch import used_by_graphs
 from ..values._leaves import accumulate_gradient, is_custom, own_memory, storage_id
 from . import _autograd_calls as _engine
 from ._leaked_graphs import expect_unguarded
-from ._scale import Scale, scale_in_place, scaled
+from ._scale import Scale, scale_gradient, scale_in_place
 
 
 class GraphLeaves(NamedTuple):
@@ -105,7 +105,7 @@ class GradientSums:
         # Reset before the first one is used, so that a later run adds nothing again after an interrupt.
         sums, self._sums = self._sums, {}
         for leaf, gradient in sums.items():
-            yield leaf, scaled(gradient, scale)
+            yield leaf, scale_gradient(gradient, scale)
 
 
 def add_to(sums: dict[Tensor, Tensor], gradients: Iterable[tuple[Tensor, Tensor | None]]) -> dict[Tensor, Tensor]:
@@ -113,11 +113,11 @@ def add_to(sums: dict[Tensor, Tensor], gradients: Iterable[tuple[Tensor, Tensor 
     for leaf, gradient in gradients:
         if gradient is not None:
             # Out of place, because the first gradient may be shared: both terms of a sum receive the same tensor.
-            sums[leaf] = added(sums[leaf], gradient) if leaf in sums else gradient
+            sums[leaf] = add(sums[leaf], gradient) if leaf in sums else gradient
     return sums
 
 
-def added(a: Tensor, b: Tensor) -> Tensor:
+def add(a: Tensor, b: Tensor) -> Tensor:
     # Torch cannot add a dense tensor to a sparse one.
     return a + b if b.is_sparse else b + a
 
@@ -214,7 +214,7 @@ def counts_of_hooks(leaves: Iterable[Tensor]) -> list[int]:
     return [len(arriving or ()) + len(accumulated or ()) for arriving, accumulated in map(_HOOKS, leaves)]
 
 
-def kept(parameters: Iterable[Tensor]) -> list[Tensor]:
+def find_kept(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Return the ``parameters`` whose ``AccumulateGrad`` node outlives a run, because a hook or graph refers to it."""
     # A node refers to its parameter, so a parameter with only one reference has no node. This excludes most of them.
     several = dict.fromkeys(used_by_graphs(parameters))  # no duplicates, although stages may share parameters

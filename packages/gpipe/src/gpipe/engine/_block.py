@@ -26,7 +26,7 @@ from .._torch import backward_id
 from ..checkpoint._random import CellRNG
 from ..values._leaves import Activation, as_nonleaf, detach_leaves, storage_id, versions
 from ._recomputation import Recomputation, Repeat
-from ._saved import changed_in_place
+from ._saved import build_in_place_error
 from ._stage import Stage
 
 Compute = Callable[[Any], Any]
@@ -86,13 +86,13 @@ class BlockForward:
         self._repeat = recomputation.repeat(before, outputs.tensors, self._random)
         if self._repeat is not None:
             # Not during the forward, because a layer may run a backward inside it and use its saved tensors.
-            for saved in self._held():
+            for saved in self._iterate_saved():
                 saved.tensor = None
         return outputs.value
 
     def recompute_early(self) -> None:
         """Recompute the layers now, before a backward needs what they save."""
-        if self._repeat is not None and any(saved.tensor is None for saved in self._held()):
+        if self._repeat is not None and any(saved.tensor is None for saved in self._iterate_saved()):
             self.recompute()
 
     def recompute(self) -> None:
@@ -117,13 +117,13 @@ class BlockForward:
             block.recomputation.expect_same(repeat, outputs.tensors)
         # The same operations save the same tensors in the same order, so that tensors match by index.
         if len(found) != len(self._saved):
-            raise _saved_others()
+            raise _build_mismatch_error()
         for reference, fresh in zip(self._saved, found, strict=True):
             saved = reference()
             if saved is not None:
                 saved.take(fresh)
 
-    def _held(self) -> Iterator[_Saved]:
+    def _iterate_saved(self) -> Iterator[_Saved]:
         return filter(None, (reference() for reference in self._saved))
 
     def _save(self, tensor: Tensor) -> _Saved:
@@ -155,17 +155,17 @@ class _Saved:
             self._forward.recompute()
         assert self.tensor is not None
         if self.tensor._version != self._version:  # torch does not check tensors returned by hooks
-            raise changed_in_place(self._kind[0], "a checkpointed layer")
+            raise build_in_place_error(self._kind[0], "a checkpointed layer")
         return self.tensor
 
     def take(self, fresh: _Saved) -> None:
         """Store the tensor that the recomputation saved at the same position."""
         if fresh._kind != self._kind:
-            raise _saved_others()
+            raise _build_mismatch_error()
         self.tensor, self._version = fresh.tensor, fresh._version
 
 
-def _saved_others() -> RuntimeError:
+def _build_mismatch_error() -> RuntimeError:
     return RuntimeError(
         "the recomputation of checkpointed layers did other operations than their forward; they depend on something "
         "that changes from call to call. Keep it in a buffer or an attribute, or do not checkpoint these layers"

@@ -14,7 +14,7 @@ from ..values._leaves import Activation
 from ._stage import Stage
 
 
-def explained(
+def explain_error(
     error: BaseException, stage: Stage, action: Action, microbatches: int, inputs: Activation | None
 ) -> BaseException:
     """Return ``error`` of ``action`` with notes, or an error that explains it better.
@@ -23,7 +23,7 @@ def explained(
         microbatches: the number of micro-batches of the run.
         inputs: the inputs of the cell, if it has any yet.
     """
-    if action.kind in _BACKWARDS and (found := used_up(error)):
+    if action.kind in _BACKWARDS and (found := explain_second_backward(error)):
         error, found.__cause__ = found, error
     # The error of a pipe inside a layer already has this note.
     is_first = _NEEDS_LESS not in getattr(error, "__notes__", ())
@@ -44,7 +44,7 @@ def explained(
     return error
 
 
-def used_up(error: BaseException) -> RuntimeError | None:
+def explain_second_backward(error: BaseException) -> RuntimeError | None:
     """Return the error that explains a second backward through the same graph; None for any other error.
 
     Each cell and each loss has only one backward, so two of them must have used a common graph.

@@ -60,9 +60,9 @@ def loss_value(found: object) -> LossValue:
             raise _unclear(found)
         found, metrics = found
     if not isinstance(found, LossSum):
-        return LossValue(_checked(found), None, metrics)
+        return LossValue(_check_loss(found), None, metrics)
     _expect_number(found.count)
-    return LossValue(_checked(found.total), found.count, metrics)
+    return LossValue(_check_loss(found.total), found.count, metrics)
 
 
 def _unclear(found: tuple[Any, ...]) -> ValueError:
@@ -124,7 +124,7 @@ def _expect_number(count: object) -> None:
         )
 
 
-def _checked(loss: object) -> Tensor:
+def _check_loss(loss: object) -> Tensor:
     if not isinstance(loss, Tensor):
         raise TypeError(f"loss_fn returned {type(loss).__name__}; {_FORMS}")
     if loss.dim():

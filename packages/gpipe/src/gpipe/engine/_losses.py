@@ -16,7 +16,7 @@ from ..checkpoint._random import CellRNG
 from ..values._leaves import Activation, as_nonleaf, clone_leaves, versions
 from ..values._sharing import clone_preserved, copy_uncounted, refuse_shared_changes
 from ._accumulate import DeferredGradients, GradientSums, find_leaves
-from ._explained import used_up
+from ._explained import explain_second_backward
 from ._loss_value import LossFunction, LossValue, expect_trains, loss_value, metrics_of_all, plain_metrics
 from ._scale import HALVES, Scale, compute_scale, sum_counts
 from ._tied import Tied
@@ -121,7 +121,7 @@ class Losses:
         try:
             return self._sums.backward((loss,), (seed,), graph, leaves)
         except RuntimeError as error:
-            if (found := used_up(error)) is not None:
+            if (found := explain_second_backward(error)) is not None:
                 raise found from error
             raise
 

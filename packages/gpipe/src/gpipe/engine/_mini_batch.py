@@ -21,7 +21,7 @@ from ._autograd_calls import accumulate_whole
 from ._pipeline import Pipeline
 from ._processes import may_be_data_parallel, refuse_data_parallel
 from ._run import Run
-from ._scale import Scale, scaled
+from ._scale import Scale, scale_gradient
 from ._spec import RunSpec
 
 
@@ -45,7 +45,7 @@ def compute_outputs(
     # The caller may modify the outputs of a single micro-batch, although a recomputation may need the originals.
     if len(outputs) == 1:  # several outputs are copied when they are concatenated
         outputs = [clone_preserved(outputs[0])]
-    return _attached(pipeline, run, versions, batches, outputs) if spec.trains else outputs
+    return _attach_outputs(pipeline, run, versions, batches, outputs) if spec.trains else outputs
 
 
 def train(pipeline: Pipeline, spec: RunSpec, batches: Sequence[Batch]) -> None:
@@ -64,7 +64,7 @@ def train(pipeline: Pipeline, spec: RunSpec, batches: Sequence[Batch]) -> None:
         with pipeline.processes.together(run.state), pipeline.processes.interruptible():
             refuse_data_parallel(run.kept_nodes)
             gradients = run.train(_entering(pipeline, batches))
-        whole = pipeline.processes.summed(run.whole())
+        whole = pipeline.processes.sum_gradients(run.whole())
         # From here on, gradients may be added to existing ones, even if a hook fails.
         adds = True
         scale = 1.0 if spec.loss is None else spec.loss.scale
@@ -93,7 +93,7 @@ def evaluate(pipeline: Pipeline, spec: RunSpec, batches: Sequence[Batch]) -> Non
         run.evaluate(_entering(pipeline, batches))
 
 
-def _attached(
+def _attach_outputs(
     pipeline: Pipeline, run: Run, versions: Versions, inputs: Sequence[Batch], outputs: Sequence[Activation]
 ) -> list[Activation]:
     """Return ``outputs`` attached to the caller's graph by a node that runs the backward of ``run``."""
@@ -165,7 +165,7 @@ def _flowing(
 ) -> list[tuple[Tensor, Tensor]]:
     pairs = (zip(batch, each, strict=True) for batch, each in zip(batches, gradients, strict=True))
     return [
-        (tensor, scaled(gradient, scale))
+        (tensor, scale_gradient(gradient, scale))
         for tensor, gradient in chain.from_iterable(pairs)
         if gradient is not None and tensor.requires_grad  # a layer may have called requires_grad_() on its own leaf
     ]

@@ -95,7 +95,7 @@ class Guest(NamedTuple):
             if part.untyped_storage().nbytes() < size:  # several parts may have one storage
                 part.untyped_storage().resize_(size)
         for source, part in zip(_parts(self.home), self.parts, strict=True):
-            part.copy_(_converted(source, part), non_blocking=True)
+            part.copy_(_convert(source, part), non_blocking=True)
         if self.settles:
             self.leaf.data = self.parts[0]
 
@@ -180,19 +180,19 @@ def _leaf(home: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
             source = home.detach() if home.requires_grad else home
             there = source.to(device)
             if there is source or device.type == home.device.type:
-                there = _copied(source)
+                there = _copy(source)
             leaf = there if isinstance(there, nn.Parameter) else nn.Parameter(there, home.requires_grad)
     return leaf.requires_grad_(home.requires_grad)
 
 
-def _converted(source: Tensor, part: Tensor) -> Tensor:
+def _convert(source: Tensor, part: Tensor) -> Tensor:
     """Return ``source`` in the dtype of ``part``, in pinned memory, because a device copies but does not convert."""
     if source.dtype == part.dtype or not can_pin(part.device.type):
         return source
     return allocate_pinned_like(source, part.dtype).copy_(source)
 
 
-def _copied(tensor: Tensor) -> Tensor:
+def _copy(tensor: Tensor) -> Tensor:
     try:
         return copy.deepcopy(tensor)
     except RuntimeError:  # torch leaves copies of some subclasses to these

@@ -61,11 +61,11 @@ class Processes:
         """Return the context of the part of a run that an interrupt may end, because the other processes get it."""
         return nullcontext()
 
-    def shared(self, module: nn.Module) -> list[Tensor]:
+    def find_shared(self, module: nn.Module) -> list[Tensor]:
         """Return the leaves in ``module`` that other processes also use. Their gradients are summed over processes."""
         return []
 
-    def summed(self, gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+    def sum_gradients(self, gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """Return the ``gradients`` of this process, summed over processes for leaves that others also use."""
         return gradients
 

@@ -24,9 +24,9 @@ from ..transport._copy import StagePlace
 from ..transport._transport import Transport
 from ..values._describe import Cancelled
 from ..values._leaves import Activation
-from ._accumulate import DeferredGradients, GradientSums, add_to, kept
+from ._accumulate import DeferredGradients, GradientSums, add_to, find_kept
 from ._autograd_calls import accumulate_whole
-from ._explained import explained
+from ._explained import explain_error
 from ._failures import Failures
 from ._leaked_graphs import expect_no_variables, watch_attributes
 from ._offloaded import Offloaded
@@ -34,7 +34,7 @@ from ._pipeline import Pipeline
 from ._processes import RunState
 from ._run_lock import RunLocks, locks_of_thread, serving
 from ._saved import Leaving, SavedTensors
-from ._scale import Scale, scaled
+from ._scale import Scale, scale_gradient
 from ._spec import RunSpec
 from ._stage import Stage
 from ._stage_run import StageRun, Trained
@@ -66,7 +66,7 @@ class Run:
         self.parameters = [*chain.from_iterable(own)]
         if pipeline.offloaded and spec.updates is None:
             pipeline.expect_room_for_gradients(self.parameters)
-        self.kept_nodes: list[Tensor] = kept(self.parameters)
+        self.kept_nodes: list[Tensor] = find_kept(self.parameters)
         # Stages and loss share this object, so that a leaf used by both is held and restored once.
         self.deferred = DeferredGradients()
         self.sums: list[GradientSums] = []
@@ -108,7 +108,7 @@ class Run:
         if not {*map(id, self.kept_nodes)}.isdisjoint(map(id, parameters)):
             sums = GradientSums()
             self.sums.append(sums)
-        tied = [*self._tied.leaves[at], *self._pipeline.processes.shared(stage.module)]
+        tied = [*self._tied.leaves[at], *self._pipeline.processes.find_shared(stage.module)]
         saving = self._saving(at, stage) if j in self._spec.size.offloading else None
         trained = Trained(parameters, tied, self.deferred, sums, self._offloaded[at], saving)
         random = CellRNG(self.state.rng, 0, stage.numbers.start, module=stage.module)
@@ -193,9 +193,9 @@ class Run:
         updates = self._spec.updates
         home = self._tied.offloaded.values()
         found = updates.wait() if updates is not None else [pair for each in home for pair in each.take()]
-        arrived = [(leaf, scaled(each, scale)) for leaf, each in found]
+        arrived = [(leaf, scale_gradient(each, scale)) for leaf, each in found]
         gradients = [*self.deferred.give_back(scale), *arrived, *outside]
-        return add_to({}, self._tied.joined(gradients) if self._tied.shares else gradients)
+        return add_to({}, self._tied.map_to_owners(gradients) if self._tied.shares else gradients)
 
     @property
     def adds(self) -> bool:
@@ -281,16 +281,16 @@ class Run:
             return
         except BaseException as error:
             # Add the failure before waking readers, because they check whether their step follows a failure.
-            failures.add(step, self._explained(error, step))
+            failures.add(step, self._explain_error(error, step))
             self._transport.cancel()
         finally:
             current.work = before
             set_intercepting(intercepted)
 
-    def _explained(self, error: BaseException, step: Step) -> BaseException:
+    def _explain_error(self, error: BaseException, step: Step) -> BaseException:
         stage, action = self._stages[step.stage], step.action
         inputs = stage.get_inputs(action.microbatch)
-        return explained(error, stage.stage, action, self._spec.size.microbatches, inputs)
+        return explain_error(error, stage.stage, action, self._spec.size.microbatches, inputs)
 
     def _around(self) -> Around | None:
         observing: Around | None = _labelling if is_profiled() else None

@@ -100,11 +100,11 @@ class SavedTensors:
         saved = record_event(self._compute)
         wait_event(self._link.outward, saved)
         with use_stream(self._link.outward), torch.no_grad(), no_dispatch_modes():
-            copied = [self._copied(group) for group in groups]
+            copied = [self._copy_storage(group) for group in groups]
         sent = record_event(self._link.outward)
         self._leaving.add(self._compute, sent, copied)
 
-    def _copied(self, group: Sequence[_Entry]) -> Tensor:
+    def _copy_storage(self, group: Sequence[_Entry]) -> Tensor:
         """Queue the copy of the storage of ``group``, and return the storage."""
         bytes_of = _view_storage_as_bytes(group[0].tensor)
         host = bytes_of.clone() if self._device.type == "cpu" else to_host(bytes_of)
@@ -230,7 +230,7 @@ class _Entry:
             self._of.bring()
         # Torch does not check tensors that hooks return.
         if self.tensor._version != self._version or (storage and storage.bytes._version != storage.version):
-            raise changed_in_place(self._shape, 'a layer with checkpoint="offload"')
+            raise build_in_place_error(self._shape, 'a layer with checkpoint="offload"')
         if storage is None or layout is None:
             return self.tensor
         with no_function_modes():
@@ -258,7 +258,7 @@ def _view_storage_as_bytes(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def changed_in_place(shape: Sequence[int], whose: str) -> RuntimeError:
+def build_in_place_error(shape: Sequence[int], whose: str) -> RuntimeError:
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
         f"shape {tuple(shape)}, which {whose} needs for its backward; change a clone instead"

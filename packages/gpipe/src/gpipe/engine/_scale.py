@@ -50,7 +50,7 @@ def compute_scale(count: float | Tensor) -> Scale:
     return 1.0 / count if count else 0.0
 
 
-def scaled(gradient: Tensor, scale: Scale) -> Tensor:
+def scale_gradient(gradient: Tensor, scale: Scale) -> Tensor:
     return gradient if scale == 1.0 else scale_in_place(gradient.clone(), scale)
 
 

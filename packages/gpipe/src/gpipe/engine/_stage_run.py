@@ -162,7 +162,7 @@ class StageRun:
             cell.repeat = self.stage.recomputation.repeat(before, outputs.tensors, current.work.rng)
         # A later stage must not modify the inputs of the recomputation in place.
         kept = [] if cell.repeat is None else [(tensor, PRESERVED) for tensor in cell.repeat.inputs.tensors]
-        sent = self._sent(inputs, outputs, kept)
+        sent = self._detach_outputs(inputs, outputs, kept)
         if cell.repeat is None:
             cell.inputs, cell.outputs = leaves, outputs
         else:
@@ -190,7 +190,7 @@ class StageRun:
             cell.outputs = outputs
         if i < self._late_losses:
             assert cell.outputs is not None
-            self._send(i, self._sent(cell.inputs, cell.outputs, []))
+            self._send(i, self._detach_outputs(cell.inputs, cell.outputs, []))
 
     def backward(self, i: int) -> None:
         seeds = self._seeds(i)
@@ -229,7 +229,7 @@ class StageRun:
         ends = not self._left and not self._left_backwards
         self._offloaded.unload(ends=ends)
         if ends and self._spec.updates is not None:
-            self._spec.updates.ended(self.stage.index)
+            self._spec.updates.update_stage(self.stage.index)
 
     def offload(self, i: int) -> None:
         """Begin to copy what a cell has saved to the host."""
@@ -302,7 +302,7 @@ class StageRun:
             self.may_change_input = changed or any(map(Tensor.is_inference, inputs.tensors))
         return outputs
 
-    def _sent(self, inputs: Activation, outputs: Activation, kept: list[tuple[Tensor, int]]) -> Activation:
+    def _detach_outputs(self, inputs: Activation, outputs: Activation, kept: list[tuple[Tensor, int]]) -> Activation:
         """Return the outputs for the next stage, as leaves of a new graph."""
         sent = detach_leaves(outputs)
         if self._offloaded is not None:

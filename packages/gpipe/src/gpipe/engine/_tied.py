@@ -62,7 +62,7 @@ LeafGradient = tuple[Tensor, Tensor]
 """A leaf and its gradient."""
 
 
-def shared_tensors(found: Sequence[set[int]]) -> dict[int, int]:
+def find_shared_tensors(found: Sequence[set[int]]) -> dict[int, int]:
     """Map the id of each tensor that several parts contain to the index of the first such part."""
     if sum(map(len, found)) == len(set[int]().union(*found)):
         return {}
@@ -95,7 +95,7 @@ class Tied:
         found = zip(stages, self._offloaded, strict=True)
         self.offloaded = {stage.index: each for stage, each in found if each is not None}
         self._offload: Offload = next((each.offload for each in self.offloaded.values()), False)
-        shared = shared_tensors([part.tensors for part in parts]) if len(parts) > 1 else {}
+        shared = find_shared_tensors([part.tensors for part in parts]) if len(parts) > 1 else {}
         self.shares = bool(shared) or bool(self.offloaded)
         self.leaves: list[list[Tensor]] = [[] for _ in stages]
         # Entries in the dicts of modules that refer to copies during a run, with these copies.
@@ -205,14 +205,14 @@ class Tied:
                 "parameters = list(pipe.parameters()), or use the optimizer's weight_decay"
             )
 
-    def joined(self, gradients: Sequence[LeafGradient]) -> list[LeafGradient]:
+    def map_to_owners(self, gradients: Sequence[LeafGradient]) -> list[LeafGradient]:
         """Map the ``gradients`` of copies to their owners, in the order of the stages."""
         owners = {**self._given, **self._owners}
         found = [(*owners.get(leaf, (0, leaf)), gradient) for leaf, gradient in gradients]
         # Sorted by stage, because sums of floats depend on their order, and threads finish in any order.
         found.sort(key=lambda each: each[0])
         # If an owner was frozen since the forward, its gradient is dropped, as in autograd.
-        return [(owner, _arrived(gradient, owner)) for _, owner, gradient in found if owner.requires_grad]
+        return [(owner, _move_gradient(gradient, owner)) for _, owner, gradient in found if owner.requires_grad]
 
     def _seen(self) -> dict[tuple[Any, str], Any]:
         """Record the state that layers may only read, with (tensor or module, name) as keys."""
@@ -251,7 +251,7 @@ class Tied:
         return repr(what)
 
 
-def _arrived(gradient: Tensor, owner: Tensor) -> Tensor:
+def _move_gradient(gradient: Tensor, owner: Tensor) -> Tensor:
     """Return ``gradient`` for ``owner``; the current streams must have waited for the streams that computed it."""
     # Its memory belongs to the stream of a stage, which must not reuse it before the copy is complete.
     record_stream(gradient, current_stream(gradient.device))

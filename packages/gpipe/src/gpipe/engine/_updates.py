@@ -17,7 +17,7 @@ from streams import add_note, waiting
 from ._accumulate import GradientSums, add_to
 from ._autograd_calls import accumulate_whole
 from ._offloaded import LeafGradient, Offloaded
-from ._scale import Scale, scaled
+from ._scale import Scale, scale_gradient
 from ._tied import Tied
 
 
@@ -55,7 +55,7 @@ class Updates:
             parameter.grad = None
         self._thread = waiting.ThreadPoolExecutor(1, thread_name_prefix="gpipe optimizer")
 
-    def ended(self, stage: int) -> None:
+    def update_stage(self, stage: int) -> None:
         """Update what a stage has the last gradient of. Called after its last unload."""
         assert self._thread is not None
         self._futures.append(self._thread.submit(self._update, stage))
@@ -75,7 +75,9 @@ class Updates:
         self._restore(own)
         scale = self._scale()
         accumulate_whole(
-            add_to({}, self._tied.joined([(leaf, scaled(each, scale)) for leaf, each in gradients])).items()
+            add_to(
+                {}, self._tied.map_to_owners([(leaf, scale_gradient(each, scale)) for leaf, each in gradients])
+            ).items()
         )
         self._step(own)
 

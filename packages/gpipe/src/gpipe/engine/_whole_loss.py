@@ -55,7 +55,7 @@ class WholeLoss(Losses):
             outputs = [clone_leaves(outputs[0]) if self._keep_outputs else clone_preserved(outputs[0])]
         parts = _Parts(outputs)
         del outputs
-        joined = self._join(parts.taken())
+        joined = self._join(parts.take())
         value = self._value(0, joined, self._arguments)
         self.is_sum = value.count is not None
         if self.is_sum and self._unlike is not None:
@@ -86,16 +86,16 @@ class _Parts:
         self._outputs = outputs
         self._found: dict[int, Tensor | None] = {}
 
-    def taken(self) -> list[Activation]:
+    def take(self) -> list[Activation]:
         """Return the outputs, once. If they require grad, the nodes that produce them do not hold them."""
         outputs, self._outputs = self._outputs, []
         numbers = count()
         return [
-            output.with_tensors([self._attached(tensor, next(numbers)) for tensor in output.tensors])
+            output.with_tensors([self._attach(tensor, next(numbers)) for tensor in output.tensors])
             for output in outputs
         ]
 
-    def _attached(self, tensor: Tensor, number: int) -> Tensor:
+    def _attach(self, tensor: Tensor, number: int) -> Tensor:
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return tensor
         attached: Tensor = _Part.apply(self.anchor, tensor.detach(), self._found, number)  # type: ignore[no-untyped-call]

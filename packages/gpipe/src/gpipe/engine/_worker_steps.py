@@ -39,7 +39,7 @@ def worker_steps(schedule: Schedule | Choice, size: Size, *, has_loss: bool = Fa
     They include the loss of the full mini-batch if ``has_loss``.
     """
     if isinstance(schedule, Choice):
-        return _named(schedule.name, schedule.split, size, has_loss)
+        return _build_named(schedule.name, schedule.split, size, has_loss)
     return _own(schedule, size, has_loss)
 
 
@@ -65,7 +65,7 @@ def _own(schedule: Schedule, size: Size, has_loss: bool) -> WorkerSteps:
 
 
 @lru_cache(maxsize=64)
-def _named(name: str, split: tuple[int, ...], size: Size, has_loss: bool) -> WorkerSteps:
+def _build_named(name: str, split: tuple[int, ...], size: Size, has_loss: bool) -> WorkerSteps:
     whole = named(name, *size.order, split)
     return _moving((whole.with_loss() if has_loss else whole).on(size.placement), size)
 

@@ -39,7 +39,7 @@ def _use(configs: Sequence[Any]) -> None:
 
 def expect_same_without_cache(model: nn.Module, inputs: Inputs) -> None:
     """Raise ValueError if ``model`` would compute something different with its cache, which is off in a pipe."""
-    given, config = inputs.named(model.forward), vars(model).get("config")
+    given, config = inputs.to_dict(model.forward), vars(model).get("config")
     if given.get("use_cache") is None and (name := _shares_by_cache(model)):
         raise ValueError(
             f"layer {name!r} takes keys and values of an earlier layer from the cache, which a pipe turns off, so that "

@@ -14,7 +14,7 @@ from microbatch import unwrap
 
 from ..module._data import has_data
 from ..module._inputs import Inputs
-from ..module._partition import checked_balance
+from ..module._partition import check_balance
 from ._blocks import Blocks, Costs, Division, candidates, divide, named_blocks, ordered_by
 from ._cache import expect_same_without_cache
 from ._elsewhere import first_line
@@ -48,7 +48,7 @@ def divide_model(
         division = divide(model, stages(), given, costs)
     else:
         blocks = divide(model, 1).blocks if given is None else named_blocks(model, given)
-        division = Division(blocks, checked_balance(balance, len(blocks)), {})
+        division = Division(blocks, check_balance(balance, len(blocks)), {})
     if sample is None or len(division.balance) == 1:
         return division
     try:

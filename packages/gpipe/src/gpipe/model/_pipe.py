@@ -16,11 +16,11 @@ from .._gpipe import GPipe
 from ..engine._offloaded import Offload
 from ..engine._run_lock import RunLock
 from ..engine._workers import Workers
-from ..module._arguments import Device, checked_devices, checked_flag, checked_offload, checked_places
+from ..module._arguments import Device, check_devices, check_flag, check_offload, check_places
 from ..module._devices import untouched_on_failure
 from ..module._frequencies import expect_sums
 from ..module._init import get_initializer, take_off_hooks
-from ..module._modes import checked_modes, expect_fitting
+from ..module._modes import check_modes, expect_fitting
 from ..module._partition import place_partitions
 from ..module._rule import SeenSums
 from ..module._signature import class_for
@@ -71,12 +71,12 @@ class ModelPipe(InstanceOfModel, ModelStepping, GPipe, of_models=True):
         offload: Offload = False,
     ) -> None:
         nn.Module.__init__(self)
-        self.__dict__["_offload"] = checked_offload(offload)
+        self.__dict__["_offload"] = check_offload(offload)
         initializer, picked = get_initializer(init), picker(pick)
         self.in_spec, self.out_spec = in_spec, out_spec
         self.chunks = chunks
-        modes = checked_modes(checkpoint)
-        deferred = checked_flag("deferred_batch_norm", deferred_batch_norm)
+        modes = check_modes(checkpoint)
+        deferred = check_flag("deferred_batch_norm", deferred_batch_norm)
         expect_own_forward(module)
         expect_sums(module, self.chunks)
         with untouched_on_failure(module):
@@ -84,7 +84,7 @@ class ModelPipe(InstanceOfModel, ModelStepping, GPipe, of_models=True):
             if deferred:
                 module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
             division = _division(module, balance, devices, blocks, sample, picked)
-            places = checked_places(devices, len(division.balance))
+            places = check_places(devices, len(division.balance))
             parts = build_parts(module, division)
             expect_shareable(parts, places)
             layers = {name: layer for part in parts for name, layer in part.named_children()}
@@ -220,7 +220,7 @@ def _division(
     given = None if devices is None else [*devices]
 
     def places() -> Sequence[torch.device]:
-        return checked_devices(given, 1 if given is None else sum(1 for _ in model.modules()))
+        return check_devices(given, 1 if given is None else sum(1 for _ in model.modules()))
 
     def seconds(blocks: Blocks) -> Costs | None:
         return seconds_on(places(), model, blocks, sample, pick)

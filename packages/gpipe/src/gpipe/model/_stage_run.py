@@ -309,7 +309,7 @@ class ModelStageRun(StageRun):
         if self._is_last:
             self._run.learn(forward)
             cell.outputs = self._taken(forward)
-            sent = self._sent(cell.inputs, cell.outputs, [])
+            sent = self._detach_outputs(cell.inputs, cell.outputs, [])
             del self._run.forwards[i]
         self._end_forward(i)
         if not self._spec.trains:

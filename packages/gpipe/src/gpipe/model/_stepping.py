@@ -20,7 +20,7 @@ from ..module._in_one_operation import in_one_operation
 from ..module._inputs import Inputs
 from ..module._keywords import Call
 from ..module._rule import has_loss, is_left_open
-from ..module._split_batch import Checked, are_cut_by_rows, checked
+from ..module._split_batch import Checked, are_cut_by_rows, check_batch
 from ..module._step import Asked, Prepared, Stepping
 from ..module._training import whole_arguments
 from ..skip.layout import skippables
@@ -176,7 +176,7 @@ class ModelStepping(Stepping):
         if self._cuts_by_name:
             named = self.in_spec if isinstance(self.in_spec, Mapping) else ()
             inputs = with_entries(with_whole_count(inputs, convention), named)
-        return checked(inputs, None if isinstance(self.in_spec, Packed) else self.in_spec)
+        return check_batch(inputs, None if isinstance(self.in_spec, Packed) else self.in_spec)
 
     def _kind_of_loss(self, asked: Asked) -> Any:
         """Return the kind of the loss that the model computes; None if its losses of micro-batches do not add up."""
@@ -238,12 +238,12 @@ class ModelStepping(Stepping):
         losses.outputs = kept
         return losses
 
-    def _returned(self, prepared: Prepared, call: Call) -> Any:
+    def _build_result(self, prepared: Prepared, call: Call) -> Any:
         losses = prepared.losses
         losses.finding()
         if not (call.return_outputs and isinstance(losses, ReplayedLoss)):
-            return super()._returned(prepared, call)
-        found = super()._returned(prepared, call._replace(return_outputs=False))
+            return super()._build_result(prepared, call)
+        found = super()._build_result(prepared, call._replace(return_outputs=False))
         return *(found if isinstance(found, tuple) else (found,)), losses.outputs[0].value
 
     def _learned(self, asked: Asked) -> Convention | None:

@@ -17,7 +17,7 @@ from ..schedule import CHECKPOINT_MODES
 Device = torch.device | int | str
 
 
-def checked_chunks(chunks: Any) -> int:
+def check_chunks(chunks: Any) -> int:
     try:
         number = int(chunks) if isinstance(chunks, float) and chunks.is_integer() else whole(chunks)
     except TypeError:
@@ -29,7 +29,7 @@ def checked_chunks(chunks: Any) -> int:
     return number
 
 
-def checked_mode(mode: Any, name: str = "checkpoint") -> str:
+def check_mode(mode: Any, name: str = "checkpoint") -> str:
     text = str(mode)
     if text not in CHECKPOINT_MODES:
         modes = ", ".join(map(repr, CHECKPOINT_MODES))
@@ -37,13 +37,13 @@ def checked_mode(mode: Any, name: str = "checkpoint") -> str:
     return text
 
 
-def checked_flag(name: str, flag: Any) -> bool:
+def check_flag(name: str, flag: Any) -> bool:
     if isinstance(flag, int) and flag in (0, 1):
         return bool(flag)
     raise TypeError(f"{name} must be True or False; got {flag!r}")
 
 
-def checked_offload(offload: Any) -> bool | torch.dtype:
+def check_offload(offload: Any) -> bool | torch.dtype:
     if isinstance(offload, torch.dtype) and offload.is_floating_point:
         return offload
     if isinstance(offload, int) and offload in (0, 1):
@@ -54,21 +54,21 @@ def checked_offload(offload: Any) -> bool | torch.dtype:
     )
 
 
-def checked_devices(devices: Any, partitions: int) -> list[torch.device]:
+def check_devices(devices: Any, partitions: int) -> list[torch.device]:
     """Return at most ``partitions`` of the ``devices``; by default all accelerators, else one CPU per partition."""
     if devices is not None:
         example = f"devices={['cpu'] * max(1, partitions)!r}"
-        given = listed("devices", devices, "a list of devices, one per partition", example, partitions)
-        return [parsed_device(device, f"devices[{j}]") for j, device in enumerate(given)]
+        given = to_list("devices", devices, "a list of devices, one per partition", example, partitions)
+        return [parse_device(device, f"devices[{j}]") for j, device in enumerate(given)]
     here = torch.accelerator.current_accelerator(check_available=True)
     if here is not None and here.type != "mps":  # there is only one MPS device
         return [torch.device(here.type, k) for k in range(torch.accelerator.device_count())]
     return [torch.device("cpu")] * partitions
 
 
-def checked_places(devices: Any, partitions: int) -> list[torch.device]:
+def check_places(devices: Any, partitions: int) -> list[torch.device]:
     """Return one device per partition; IndexError if there are too few."""
-    places = checked_devices(devices, partitions)
+    places = check_devices(devices, partitions)
     if len(places) < partitions:
         raise IndexError(
             f"too few devices to hold given partitions (devices: {len(places)}, partitions: {partitions}); a device "
@@ -77,7 +77,7 @@ def checked_places(devices: Any, partitions: int) -> list[torch.device]:
     return places[:partitions]
 
 
-def listed(name: str, given: Any, what: str, example: str, most: int | None = None) -> list[Any]:
+def to_list(name: str, given: Any, what: str, example: str, most: int | None = None) -> list[Any]:
     """Return the first ``most`` entries of ``given`` as a list; TypeError if it is not an ordered iterable."""
     try:
         entries = iter(given)
@@ -100,7 +100,7 @@ def whole(number: Any) -> int:
     return operator.index(number)
 
 
-def parsed_device(device: Any, name: str) -> torch.device:
+def parse_device(device: Any, name: str) -> torch.device:
     """Return ``device``, called ``name`` in errors, as a ``torch.device`` that a pipeline can run on."""
     if isinstance(device, bool) or not isinstance(device, (torch.device, int, str)):
         raise TypeError(f"{name} must be a torch.device, an index or a name such as 'cuda:0' or 'cpu'; got {device!r}")
@@ -113,10 +113,10 @@ def parsed_device(device: Any, name: str) -> torch.device:
         raise ValueError(
             f"{name} is {str(device)!r}, which cannot be used here: {first}; devices=['cpu', ...] runs on the CPU"
         ) from None
-    return numbered(place)
+    return add_index(place)
 
 
-def numbered(device: torch.device) -> torch.device:
+def add_index(device: torch.device) -> torch.device:
     """Return ``device`` with the index of its accelerator, so that ``cuda`` and ``cuda:0`` are equal.
 
     CPUs are unchanged: stages on CPUs with the same index share a worker.

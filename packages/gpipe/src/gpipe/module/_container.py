@@ -43,10 +43,10 @@ def _methods(module: nn.Module, known: tuple[type[nn.Module], ...]) -> Iterator[
             continue
         names = [name for name in vars(owner) if hasattr(nn.Sequential, name) and not _harmless(name)]
         if names:
-            yield f"overrides {_listed(names)} in class {owner.__qualname__}"
+            yield f"overrides {_join_names(names)} in class {owner.__qualname__}"
     own = [name for name in vars(module) if callable(getattr(nn.Sequential, name, None))]
     if own:
-        yield f"overrides {_listed(own)} on the instance"
+        yield f"overrides {_join_names(own)} on the instance"
 
 
 def _harmless(name: str) -> bool:
@@ -58,14 +58,14 @@ def _harmless(name: str) -> bool:
 def _belongings(module: nn.Module) -> Iterator[str]:
     for what, names in (("parameters", module._parameters), ("buffers", module._buffers)):
         if names:
-            yield f"owns {what} {_listed(names)}"
+            yield f"owns {what} {_join_names(names)}"
     empty = [name for name, layer in module._modules.items() if layer is None]
     if empty:
-        yield f"has no layer under {_listed(empty)}, but None"
+        yield f"has no layer under {_join_names(empty)}, but None"
     hooks = hook_kinds(module)
     if hooks:
         yield f"has {', '.join(hooks)}, which can be registered on the pipe or on a layer instead"
 
 
-def _listed(names: object) -> str:
+def _join_names(names: object) -> str:
     return ", ".join(map(repr, names))  # type: ignore[call-overload]

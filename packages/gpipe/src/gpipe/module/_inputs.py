@@ -44,6 +44,6 @@ class Inputs(NamedTuple):
     def call(self, model: nn.Module) -> Any:
         return model(*self.args, **self.kwargs)
 
-    def named(self, function: Callable[..., Any]) -> dict[str, Any]:
+    def to_dict(self, function: Callable[..., Any]) -> dict[str, Any]:
         """Return a dict of all arguments; positional ones get their parameter names in ``function``, or are omitted."""
         return {**dict(zip(_names(function), self.args, strict=False)), **self.kwargs} if self.args else self.kwargs

@@ -64,7 +64,7 @@ class Call(NamedTuple):
         return [*self._fields[4:], *(["schedule"] if self.method == "step" else [])]
 
 
-def given_to(call: Call) -> Any:
+def get_mini_batch(call: Call) -> Any:
     """Return the mini-batch of a call, without checks; :class:`NOTHING` if it has none."""
     if not call.arguments:
         return call.input
@@ -79,7 +79,7 @@ def _number(normalizer: Any) -> float:
     return float(normalizer)
 
 
-def called_with(layer: nn.Module, call: Call) -> Any:
+def bind_arguments(layer: nn.Module, call: Call) -> Any:
     """Return the mini-batch in the form that the first ``layer`` accepts. A mapping is one argument, as for any module.
 
     Raises:
@@ -92,7 +92,7 @@ def called_with(layer: nn.Module, call: Call) -> Any:
                 "layer takes keywords"
             )
         return call.input
-    inputs, kwargs = given_to(call), {} if call.input is NOTHING else as_arguments(call.input)[1]
+    inputs, kwargs = get_mini_batch(call), {} if call.input is NOTHING else as_arguments(call.input)[1]
     # Checked here, because the layer would raise on a worker, after the batch was split and moved.
     signature = get_signature(layer) or _ANYTHING
     problem = _problem(signature, inputs, call)

@@ -10,21 +10,21 @@ from torch import nn
 
 from ..engine._stage import Stage, build_stages
 from ..skip import SkipLayout, inspect_skip_layout
-from ._arguments import checked_mode
+from ._arguments import check_mode
 
 Modes = str | list[str]
 
 
-def checked_modes(checkpoint: Any) -> Modes:
+def check_modes(checkpoint: Any) -> Modes:
     if not isinstance(checkpoint, (list, tuple)):
-        return checked_mode(checkpoint, "checkpoint")
+        return check_mode(checkpoint, "checkpoint")
     for j, mode in enumerate(checkpoint):
         if isinstance(mode, (list, tuple, bool)):
             raise TypeError(
                 f"checkpoint[{j}] must be the mode of partition {j}, such as 'always'; got {mode!r}. To recompute only "
                 "some of its layers, use torch.utils.checkpoint.checkpoint(..., use_reentrant=False) in their forward"
             )
-    return [checked_mode(mode, f"checkpoint[{j}]") for j, mode in enumerate(checkpoint)]
+    return [check_mode(mode, f"checkpoint[{j}]") for j, mode in enumerate(checkpoint)]
 
 
 def expect_fitting(modes: Modes, partitions: int) -> Modes:

@@ -11,7 +11,7 @@ from torch import nn
 from .._batchnorm import DeferredBatchNorm
 from ..engine._host_memory import expect_host_memory
 from ..engine._stage import StageLayers
-from ._arguments import Device, checked_places, listed, whole
+from ._arguments import Device, check_places, to_list, whole
 from ._container import expect_plain
 from ._devices import expect_movable, expect_shapes, untouched_on_failure
 from ._graphs import expect_no_graphs
@@ -107,9 +107,9 @@ def split_module(
         TypeError, ValueError: the same as for :func:`verify_module`; or a device cannot hold its partition.
     """
     expect_sequential(module)
-    sizes = checked_balance(balance, len(module))
+    sizes = check_balance(balance, len(module))
     verify_module(module, sizes)
-    places = checked_places(devices, len(sizes))
+    places = check_places(devices, len(sizes))
     return divide(module, sizes, places), sizes, places
 
 
@@ -186,10 +186,10 @@ def _bytes_elsewhere(partitions: Iterable[nn.Module]) -> int:
     return sum(each.nbytes for each in every if each.device.type != "cpu")
 
 
-def checked_balance(balance: Iterable[int], layers: int) -> list[int]:
+def check_balance(balance: Iterable[int], layers: int) -> list[int]:
     """Return ``balance`` as a list of int; raise an error unless its sum is ``layers`` and all entries are positive."""
     example = f"balance={[layers // 2, layers - layers // 2]}"
-    sizes = listed("balance", balance, "a list with the number of layers of each partition", example)
+    sizes = to_list("balance", balance, "a list with the number of layers of each partition", example)
     for j, size in enumerate(sizes):
         try:
             sizes[j] = whole(size)

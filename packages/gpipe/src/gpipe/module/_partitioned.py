@@ -61,12 +61,12 @@ class PartitionedModule(nn.Module):
             raise TypeError(f"layer {name!r} of a pipe cannot be replaced{self._ANEW}")
         super().__setattr__(name, value)
 
-    def _held(self) -> list[list[nn.Module]]:
+    def _list_layers(self) -> list[list[nn.Module]]:
         return [list(partition._modules.values()) for partition in self._partitions]  # type: ignore[arg-type]
 
     def _expect_layers(self) -> None:
         """Raise RuntimeError if layers were added, removed or replaced since the stages were created."""
-        held = self._held()
+        held = self._list_layers()
         moved = self._model is None and list(self._modules.values()) != list(chain.from_iterable(held))
         if moved or held != self._laid_out:
             raise RuntimeError(

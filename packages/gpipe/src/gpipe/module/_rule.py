@@ -71,7 +71,7 @@ def find_rule(call: Call, batches: Sequence[HasRows], out_spec: Any, *, returns_
         weights = [
             count / every.clamp(min=_LEAST) if isinstance(every, Tensor) else count / (every or 1) for count in counts
         ]
-        return Rule(known.counted, weights, [(count, every) for count in counts])
+        return Rule(known.compute_mean, weights, [(count, every) for count in counts])
     if call.reduction is not None:
         return Rule(loss_fn, shares if call.reduction == "mean" else [1.0 / divisor] * len(batches))
     if call.loss_fn is None:
@@ -103,7 +103,7 @@ def is_left_open(schedule: Schedule | str | None) -> bool:
     return schedule is None or (isinstance(schedule, str) and schedule.lower() in ("auto", "search"))
 
 
-def named_for(schedule: str | None, *, whole: bool, offloads: bool = False) -> str:
+def choose_schedule_name(schedule: str | None, *, whole: bool, offloads: bool = False) -> str:
     """Return the name of the schedule: by default, the one with the lowest memory for this kind of loss.
 
     If parameters are on the host, it is the one that loads each stage twice.
@@ -141,8 +141,8 @@ def unlike(call: Call, schedule: Schedule | str | None) -> Callable[[LossValue],
             )
         return ValueError(
             "loss_fn returned a scalar, but it is not known how the losses of micro-batches add up, and "
-            f"{_titled(schedule)} starts backwards before all forwards have finished; {_WAYS}; or omit schedule=, so "
-            "that the loss is computed once, on the outputs of the full mini-batch"
+            f"{_describe_schedule(schedule)} starts backwards before all forwards have finished; {_WAYS}; or omit "
+            "schedule=, so that the loss is computed once, on the outputs of the full mini-batch"
         )
 
     return error
@@ -151,14 +151,15 @@ def unlike(call: Call, schedule: Schedule | str | None) -> Callable[[LossValue],
 def of_model_under(model: str, schedule: Schedule | str | None) -> ValueError:
     """Return the error for a model's own loss with a schedule that cannot wait for the full mini-batch."""
     return ValueError(
-        f"{model} computes a loss, but it is not known how the losses of micro-batches add up, and {_titled(schedule)} "
-        "starts backwards before all forwards have finished; omit schedule=, so that the loss is computed once, on the "
-        'full mini-batch; or pass reduction="mean", or "sum" with num_items_in_batch=; or pass a loss_fn that returns '
-        "gpipe.LossSum(total, count) for the part of the output that it needs"
+        f"{model} computes a loss, but it is not known how the losses of micro-batches add up, and "
+        f"{_describe_schedule(schedule)} starts backwards before all forwards have finished; omit schedule=, so that "
+        'the loss is computed once, on the full mini-batch; or pass reduction="mean", or "sum" with '
+        "num_items_in_batch=; or pass a loss_fn that returns gpipe.LossSum(total, count) for the part of the output "
+        "that it needs"
     )
 
 
-def _titled(schedule: Schedule | str | None) -> str:
+def _describe_schedule(schedule: Schedule | str | None) -> str:
     return f"schedule={schedule!r}" if isinstance(schedule, str) else "the schedule"
 
 

@@ -44,7 +44,7 @@ class Checked(NamedTuple):
     root: str
 
 
-def checked(value: Any, spec: Any, root: str = "input") -> Checked:
+def check_batch(value: Any, spec: Any, root: str = "input") -> Checked:
     """Check that ``value`` can be split according to ``spec``. Non-tensor leaves are passed whole to each micro-batch.
 
     If ``spec`` is a tree, it must contain ``Replicate()`` for them.
@@ -52,17 +52,17 @@ def checked(value: Any, spec: Any, root: str = "input") -> Checked:
     if isinstance(value, Tensor) and spec is None:
         return Checked(value, None, root)
     if isinstance(value, Arguments) and not value.args and isinstance(spec, Mapping):
-        spec = Arguments((), _given(spec, value.kwargs, root))
+        spec = Arguments((), _select_rules(spec, value.kwargs, root))
     if spec is None or isinstance(spec, Split):
-        value = replicated(value, root, 0 if spec is None else spec.dim)
+        value = replicate_constants(value, root, 0 if spec is None else spec.dim)
     elif isinstance(value, Arguments) and isinstance(spec, Arguments):
-        value = _replicated_beside(spec.kwargs, value, root)
+        value = _replicate_others(spec.kwargs, value, root)
     bare, spec = unwrap(value, spec, root)
     check(bare, spec, root)
     return Checked(bare, spec, root)
 
 
-def _given(spec: Mapping[str, Any], kwargs: Mapping[str, Any], root: str) -> dict[str, Any]:
+def _select_rules(spec: Mapping[str, Any], kwargs: Mapping[str, Any], root: str) -> dict[str, Any]:
     """Return the rules for the keywords of this call; ValueError if a rule's name looks like a misspelled keyword."""
     for name in spec.keys() - kwargs.keys():
         if meant := closest_name(name, kwargs.keys() - spec.keys()):
@@ -108,8 +108,8 @@ def expect_same_rows(targets: Sequence[Batch], inputs: Sequence[Batch]) -> None:
     # Equal numbers of micro-batches do not suffice: 3 rows in 2 chunks are 2 and 1, but 4 rows are 2 and 2.
     if any(column not in others for column in own):
         raise ValueError(
-            f"target has {_described(own)}, but the input has {_described(others)}; a target needs one row per input "
-            "row: reshape it, or wrap parts with different rows in Split(..., dim) or Replicate(...)"
+            f"target has {_describe_rows(own)}, but the input has {_describe_rows(others)}; a target needs one row per "
+            "input row: reshape it, or wrap parts with different rows in Split(..., dim) or Replicate(...)"
         )
 
 
@@ -123,9 +123,9 @@ def expect_proportional(inputs: Sequence[Batch]) -> None:
     first, *others = columns = _columns(inputs)
     if any(rows * first[0] != own * other[0] for other in others for rows, own in zip(other, first, strict=True)):
         raise ValueError(
-            f"tensors of the input have {_described(columns)}, which cannot be split at the same samples; give all the "
-            "same number of rows per sample, wrap a tensor that every micro-batch needs whole in Replicate(...), and "
-            "one with varying rows per sample in Split(..., counts=...)"
+            f"tensors of the input have {_describe_rows(columns)}, which cannot be split at the same samples; give all "
+            "the same number of rows per sample, wrap a tensor that every micro-batch needs whole in Replicate(...), "
+            "and one with varying rows per sample in Split(..., counts=...)"
         )
 
 
@@ -133,9 +133,9 @@ def _columns(batches: Sequence[Batch]) -> list[tuple[int, ...]]:
     return list(zip(*[batch.rows for batch in batches], strict=True))
 
 
-def _described(columns: Sequence[tuple[int, ...]]) -> str:
+def _describe_rows(columns: Sequence[tuple[int, ...]]) -> str:
     """
-    >>> _described([(2, 2), (4, 3)])
+    >>> _describe_rows([(2, 2), (4, 3)])
     '4 and 7 rows (in micro-batches of 2, 2 and 4, 3)'
     """
     rows = " and ".join(str(sum(column)) for column in columns)
@@ -143,10 +143,10 @@ def _described(columns: Sequence[tuple[int, ...]]) -> str:
     return f"{rows} rows (in micro-batches of {parts})"
 
 
-def _replicated_beside(named: Collection[str], value: Arguments, root: str) -> Arguments:
+def _replicate_others(named: Collection[str], value: Arguments, root: str) -> Arguments:
     """Wrap constants in ``value`` in ``Replicate()``, except for the keywords that a spec has ``named``."""
     kept = {name: Replicate(each) for name, each in value.kwargs.items() if name in named}
-    found = replicated(Arguments(tuple(map(Replicate, value.args)), {**value.kwargs, **kept}), root)
+    found = replicate_constants(Arguments(tuple(map(Replicate, value.args)), {**value.kwargs, **kept}), root)
     return Arguments(
         value.args, {name: each if name in named else found.kwargs[name] for name, each in value.kwargs.items()}
     )
@@ -160,7 +160,7 @@ _CUT = Tensor | Split | Replicate | Entries
 """Types of leaves with a known rule for splitting."""
 
 
-def replicated(value: Any, root: str, dim: int = 0) -> Any:
+def replicate_constants(value: Any, root: str, dim: int = 0) -> Any:
     """Wrap constants in ``value``, such as numbers and strings, in ``Replicate()``, if it contains tensors.
 
     Args:

@@ -23,19 +23,19 @@ from ..schedule import SCHEDULES, Schedule
 from ..schedule._named import expect_schedule
 from ..values._leaves import Activation
 from ..values._sharing import gather_outputs
-from ._arguments import checked_chunks
+from ._arguments import check_chunks
 from ._frequencies import expect_sums
-from ._keywords import NOTHING, Call, called_with
+from ._keywords import NOTHING, Call, bind_arguments
 from ._partitioned import PartitionedModule
 from ._rule import OF_ALL_ROWS, OF_MODEL, Rule, SeenSums, find_rule, has_loss, is_left_open, of_model_under, unlike
-from ._split_batch import Checked, checked, expect_proportional, split_batch
+from ._split_batch import Checked, check_batch, expect_proportional, split_batch
 from ._tied import pin_parameters
 from ._training import (
     Unlike,
     build_losses,
+    build_result,
     build_whole_loss,
     expect_grad_mode,
-    returned,
     warn_about_settings,
     warn_of_mixing,
     warn_of_one,
@@ -119,7 +119,7 @@ class Stepping(PartitionedModule):
 
     @chunks.setter
     def chunks(self, chunks: int) -> None:
-        number = checked_chunks(chunks)
+        number = check_chunks(chunks)
         if "_partitions" in self.__dict__:
             expect_sums(self._partitions, number)
         self.__dict__["_chunks"] = number
@@ -217,10 +217,10 @@ class Stepping(PartitionedModule):
 
         def run() -> Any:
             with ExitStack() as scope:
-                prepared = self._prepared(call, schedule, scope)
+                prepared = self._prepare_call(call, schedule, scope)
                 self._warn_of_batch(len(prepared.batches))
                 self._train(prepared._replace(updates=updates), schedule)
-                return self._returned(prepared, call)
+                return self._build_result(prepared, call)
 
         return self._pipeline.run_lock.run(run)
 
@@ -266,11 +266,11 @@ class Stepping(PartitionedModule):
 
         def run() -> Any:
             with ExitStack() as scope:
-                prepared = self._prepared(call, None, scope)
+                prepared = self._prepare_call(call, None, scope)
                 with torch.no_grad():
                     spec = self._pipeline.spec(prepared.size, loss=prepared.losses, seed=prepared.seed)
                     evaluate(self._pipeline, spec, prepared.batches)
-                return self._returned(prepared, call)
+                return self._build_result(prepared, call)
 
         return self._pipeline.run_lock.run(run)
 
@@ -289,14 +289,14 @@ class Stepping(PartitionedModule):
             )
         return Updates(optimizer)
 
-    def _returned(self, prepared: Prepared, call: Call) -> Any:
+    def _build_result(self, prepared: Prepared, call: Call) -> Any:
         losses, batches = prepared.losses, prepared.batches
         # With metrics, only an annotation selects losses per micro-batch: metrics would change after the first step.
         if losses.is_sum and losses.metrics is None and call.loss_fn is not None:
             self._sums.add(call.loss_fn)
-        return returned(losses, batches, self.out_spec, call.return_outputs, has_outputs=self._pipeline.ends)
+        return build_result(losses, batches, self.out_spec, call.return_outputs, has_outputs=self._pipeline.ends)
 
-    def _gathered(self, outputs: Sequence[Activation], batches: Sequence[Batch]) -> Any:
+    def _gather(self, outputs: Sequence[Activation], batches: Sequence[Batch]) -> Any:
         return gather_outputs(outputs, batches, self.out_spec)
 
     def _cut(self, inputs: Checked, part: nn.Module | None = None) -> tuple[list[Batch], Versions]:
@@ -305,10 +305,10 @@ class Stepping(PartitionedModule):
         expect_proportional(batches)
         return batches, versions
 
-    def _prepared(self, call: Call, schedule: Schedule | str | None, scope: ExitStack) -> Prepared:
+    def _prepare_call(self, call: Call, schedule: Schedule | str | None, scope: ExitStack) -> Prepared:
         """Check and split the arguments of a call, and enter contexts in ``scope`` that last until its end."""
         self._expect_fit(call)
-        asked = self._cut_for_loss(Asked(call, schedule, called_with(self._end(0), call), []))
+        asked = self._cut_for_loss(Asked(call, schedule, bind_arguments(self._end(0), call), []))
         size = self._size(len(asked.batches), trains=call.trains)
         losses = self._losses(asked, scope, whole=self._is_whole(asked, size))
         return Prepared(asked.batches, size, losses)
@@ -324,7 +324,7 @@ class Stepping(PartitionedModule):
     def _cut_for_loss(self, asked: Asked) -> Asked:
         """Return ``asked`` with its micro-batches."""
         # Versions detect changes of the input before a later backward, and step() runs its backward itself.
-        return asked._replace(batches=self._cut(checked(asked.inputs, self.in_spec))[0])
+        return asked._replace(batches=self._cut(check_batch(asked.inputs, self.in_spec))[0])
 
     def _rule(self, asked: Asked) -> Rule | None:
         """Return how losses of micro-batches add up; None if unknown."""

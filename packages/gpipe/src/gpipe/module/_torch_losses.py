@@ -75,7 +75,7 @@ class TorchLoss(NamedTuple):
             )
         return self.loss_fn(output, target)
 
-    def counted(self, output: Tensor, target: Tensor, count: Any, every: Any) -> Tensor:
+    def compute_mean(self, output: Tensor, target: Tensor, count: Any, every: Any) -> Tensor:
         """Compute the mean over the ``count`` non-ignored labels of a micro-batch, or the total of their weights.
 
         An empty mean is 0; if ``every``, the total of the mini-batch, is 0, it is NaN, and gradients are zeros, as in

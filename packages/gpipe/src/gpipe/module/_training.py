@@ -22,7 +22,7 @@ from ._keywords import Call
 from ._mixing import mixing_layers
 from ._rule import Rule
 from ._signature import binds
-from ._split_batch import checked, expect_same_rows, split_batch
+from ._split_batch import check_batch, expect_same_rows, split_batch
 
 _log = logging.getLogger("gpipe")
 Unlike = Callable[[LossValue], ValueError]
@@ -90,14 +90,14 @@ def build_losses(
     """Return the object that computes one loss per micro-batch on ``device``; ``error`` makes its errors."""
     arguments = _arguments(call.loss_fn, call.target, batches, chunks, device)
     if rule.more is not None:
-        arguments = [(*own, *_moved(more, device)) for own, more in zip(arguments, rule.more, strict=True)]
+        arguments = [(*own, *_move(more, device)) for own, more in zip(arguments, rule.more, strict=True)]
     rows = [batch.rows for batch in batches]
     keeps = call.return_outputs
-    weights = None if rule.weights is None else _moved(rule.weights, device)
+    weights = None if rule.weights is None else _move(rule.weights, device)
     return MicrobatchLosses(rule.loss_fn, arguments, weights, rows, unlike=error, keep_outputs=keeps)
 
 
-def _moved(values: Sequence[Any], device: torch.device) -> list[Any]:
+def _move(values: Sequence[Any], device: torch.device) -> list[Any]:
     return [value.to(device) if isinstance(value, Tensor) else value for value in values]
 
 
@@ -123,7 +123,9 @@ def whole_arguments(call: Call, device: torch.device) -> tuple[Any, ...]:
     return (map_tensors(lambda tensor: tensor.detach().to(device), target),)
 
 
-def returned(losses: Losses, batches: Sequence[Batch], out_spec: Any, with_outputs: bool, *, has_outputs: bool) -> Any:
+def build_result(
+    losses: Losses, batches: Sequence[Batch], out_spec: Any, with_outputs: bool, *, has_outputs: bool
+) -> Any:
     """Return the loss, then metrics, if any, and outputs, if requested; None for outputs of another process."""
     found: list[Any] = [losses.loss]
     if losses.metrics is not None:
@@ -182,7 +184,7 @@ def _takes(loss_fn: LossFunction, count: int) -> bool:
 
 
 def _targets(target: Any, device: torch.device, inputs: Sequence[Batch], chunks: Chunks) -> list[Any]:
-    value = checked(target, None, "target")
+    value = check_batch(target, None, "target")
     # Detached, because its gradient could not reach the caller's graph.
     detached = value._replace(bare=map_tensors(Tensor.detach, value.bare))
     if value.spec is not None and not any(isinstance(rule, Split) for rule in rules(*value)):

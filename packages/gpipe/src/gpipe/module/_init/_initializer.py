@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .._names import Flattened
 from ._model import Layers, Owned, get_layer_state, get_prefix, iterate_modules, modules_of_layer
-from ._quantized import is_part, packed, unpack
+from ._quantized import find_packed, is_part, unpack
 from ._sources import state_dict_at
 
 Initializer = Callable[[Layers, str, Mapping[int, Tensor]], None]
@@ -95,15 +95,16 @@ class Loaded:
         # A tied tensor may be saved under only one of its names.
         saved = {id(expected[key]): key for key in self._state if key in expected}
         self._saved = {key: saved[id(tensor)] for key, tensor in expected.items() if id(tensor) in saved}
-        self._packed = packed(expected, self._state)
+        self._packed = find_packed(expected, self._state)
         parts = {key for keys in self._packed.values() for key in keys.values()}
         missing = [key for key in expected if key not in self._saved]
         extra = [key for key in self._state if key not in expected and key not in parts]
         unexpected = [key for key in extra if not _is_allowed(layers, key)]
         if missing or unexpected:
             raise ValueError(
-                f"init: the state dict does not fit the model; missing: {_listed(missing)}; unexpected: "
-                f"{_listed(unexpected)}; if the checkpoint contains more than the model, pass the model's state dict"
+                f"init: the state dict does not fit the model; missing: {_join_names(missing)}; unexpected: "
+                f"{_join_names(unexpected)}; if the checkpoint contains more than the model, pass the model's state "
+                "dict"
                 + (
                     "; a quantized checkpoint needs a model with quantized layers on 'meta'"
                     if any(is_part(expected, key) for key in unexpected)
@@ -113,7 +114,7 @@ class Loaded:
 
     def __call__(self, layers: Layers, name: str, fresh: Mapping[int, Tensor]) -> None:
         for owned in modules_of_layer(layers, name):
-            _reset(owned, {id(tensor): tensor for tensor in owned.computed() if id(tensor) in fresh})
+            _reset(owned, {id(tensor): tensor for tensor in owned.find_computed() if id(tensor) in fresh})
         names = get_layer_state(layers, name)
         read = {key for key, value in names.items() if key in self._state or id(value) in fresh}
         arrived = read & self._packed.keys()
@@ -148,5 +149,5 @@ def _is_allowed(layers: Layers, name: str) -> bool:
     return any(re.search(pattern, name) for pattern in patterns)
 
 
-def _listed(names: Iterable[str]) -> str:
+def _join_names(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names)) or "none"

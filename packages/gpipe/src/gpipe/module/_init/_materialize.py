@@ -32,7 +32,7 @@ def expect_materializable(layers: Layers, places: Sequence[torch.device], initia
     """
     if any(place.type == "meta" for place in places):
         raise ValueError("devices: 'meta' cannot hold the data that init= loads; omit init=, or pass other devices")
-    named = [(owned.named(name), tensor) for owned in iterate_modules(layers) for name, tensor in owned.tensors()]
+    named = [(owned.get_path(name), tensor) for owned in iterate_modules(layers) for name, tensor in owned.tensors()]
     for name, tensor in named:
         if is_lazy(tensor) or (tensor.is_meta and type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__):
             raise ValueError(
@@ -113,7 +113,7 @@ class Memory:
 
 def _expect_values(modules: Iterable[Owned], memory: Memory) -> None:
     left = {
-        owned.named(name): None
+        owned.get_path(name): None
         for owned in modules
         for name, tensor in owned.tensors()
         if id(tensor) in memory.fresh and _is_unwritten(tensor)

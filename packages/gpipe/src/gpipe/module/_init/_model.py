@@ -39,7 +39,7 @@ class Owned(NamedTuple):
     module: nn.Module
     owner: Any
 
-    def named(self, name: str) -> str:
+    def get_path(self, name: str) -> str:
         return f"{self.path}.{name}" if self.path else name
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -48,7 +48,7 @@ class Owned(NamedTuple):
                 if tensor is not None:
                     yield name, tensor
 
-    def computed(self) -> Iterator[Tensor]:
+    def find_computed(self) -> Iterator[Tensor]:
         return (tensor for name, tensor in self.tensors() if name in self.module._non_persistent_buffers_set)
 
 

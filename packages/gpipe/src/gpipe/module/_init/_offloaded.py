@@ -33,7 +33,7 @@ def take_off_hooks(model: Any) -> Initializer | None:
     loads: dict[int, Callable[[], Tensor]] = {}
     for module, hooks in hooked:
         for hook in hooks:
-            loads.update({id(tensor): partial(_loaded, hook, name) for name, tensor in _kept_by(module, hook)})
+            loads.update({id(tensor): partial(_fetch, hook, name) for name, tensor in _find_offloaded(module, hook)})
         _take_off(module)
     _log.info(
         "hooks of %s that move weights between devices are removed: the stages of the pipe hold %s",
@@ -57,7 +57,7 @@ def _moving(module: nn.Module) -> list[Any]:
     return hooks if moves and "_old_forward" in vars(module) else []
 
 
-def _kept_by(module: nn.Module, hook: Any) -> Iterator[tuple[str, Tensor]]:
+def _find_offloaded(module: nn.Module, hook: Any) -> Iterator[tuple[str, Tensor]]:
     if isinstance(hook.weights_map, Mapping):
         recurse = bool(getattr(hook, "place_submodules", False))
         for name, tensor in (*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)):
@@ -65,7 +65,7 @@ def _kept_by(module: nn.Module, hook: Any) -> Iterator[tuple[str, Tensor]]:
                 yield name, tensor
 
 
-def _loaded(hook: Any, name: str) -> Tensor:
+def _fetch(hook: Any, name: str) -> Tensor:
     value: Tensor = hook.weights_map[name]
     return value
 

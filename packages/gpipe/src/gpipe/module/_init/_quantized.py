@@ -16,7 +16,7 @@ _SCALES = "SCB"
 _BESIDE = {_SCALES, "weight_format"}
 
 
-def packed(expected: Mapping[str, Any], saved: Collection[str]) -> dict[str, dict[str, str]]:
+def find_packed(expected: Mapping[str, Any], saved: Collection[str]) -> dict[str, dict[str, str]]:
     """Return the packed weights in a checkpoint, each with its parts.
 
     Args:
