@@ -251,7 +251,7 @@ FAULTS: list[tuple[Fault, Case | Check]] = [
     (Fault("in a turn the streams of other stages are not current", FORWARD,
            "                self._run.on_streams(),\n", "                use_device(self._run.places[0][0]),\n"), MADE),
     (Fault("what names the device of another stage stays there", TENSORS,
-           "return changed(output, self._moved) if self._moves.copies else output", "return output"), MADE),
+           "return map_tree(output, self._move) if self._moves.copies else output", "return output"), MADE),
     (Fault("a change in place of a copy is lost", TENSORS,
            "version(known.copy) != known.own", "False"), CHANGED),
     (Fault("the streams of a model do not become current", PARTS,

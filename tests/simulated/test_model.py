@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gpipe import GPipe
-from gpipe.model._replay import ordered
+from gpipe.model._replay import order_backward
 from gpipe.model._stage_run import ModelRun
 
 from .accelerator import device
@@ -191,7 +191,7 @@ def test_backward_of_replay_waits_for_caller() -> None:
     weight = torch.ones(WIDTH, device=device(0), requires_grad=True)
     weight.grad = torch.ones(WIDTH, device=device(0))
     with forward_streams("own"):
-        loss = ordered((weight.to(device(1)) * 2).sum(), {device(0), device(1)})
+        loss = order_backward((weight.to(device(1)) * 2).sum(), {device(0), device(1)})
         with backward_streams("foreign"):
             weight.grad.zero_()
             loss.backward()
@@ -210,13 +210,13 @@ def test_block_arguments_are_sent_when_computed(enabled: bool, monkeypatch: pyte
     """It is not delayed until the block's worker is ready to receive it."""
     pipe = GPipe(Chain(), devices=devices("three devices"), chunks=3)
     turns = []
-    sent = ModelRun.sent
+    sent = ModelRun.send
 
     def watched(run: ModelRun, tensor: Tensor, source: int, target: int, done: Any) -> Any:
         turns.append((torch.accelerator.current_device_index(), source, target))
         return sent(run, tensor, source, target, done)
 
-    monkeypatch.setattr(ModelRun, "sent", watched)
+    monkeypatch.setattr(ModelRun, "send", watched)
     with torch.set_grad_enabled(enabled):
         pipe.evaluate(rows(), loss_fn=squares, reduction="sum")
     assert sorted({*turns}) == [(0, 0, 1), (1, 1, 2)]

@@ -26,7 +26,7 @@ def short_measurements() -> Iterator[None]:
     """Measure a few rounds instead of a second, since test layers take microseconds, or far longer than the rest."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(of_plans, "SECONDS", 0.02)
-        patched.setitem(of_blocks.measured.__kwdefaults__, "timeout", 0.2)
+        patched.setitem(of_blocks.measure_rounds.__kwdefaults__, "timeout", 0.2)
         yield
 
 

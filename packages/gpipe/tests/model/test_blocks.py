@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gpipe import BalanceError, GPipe
-from gpipe.model._blocks import candidates, count_block_bytes, divide, named_blocks, unevenness
+from gpipe.model._blocks import candidates, count_block_bytes, divide, find_named_blocks, unevenness
 
 from .forwards import Told, models
 
@@ -134,7 +134,7 @@ def test_block_used_several_times_is_one_block() -> None:
     ],
 )
 def test_blocks_may_be_named(names: list[str], expected: list[str]) -> None:
-    assert [*named_blocks(Listed(layers=sized(2, 2)), names)] == expected
+    assert [*find_named_blocks(Listed(layers=sized(2, 2)), names)] == expected
 
 
 @pytest.mark.parametrize(

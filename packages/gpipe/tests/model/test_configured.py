@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe.model._configured import LONG, configured
+from gpipe.model._configured import LONG, collect_settings
 
 
 class Model(nn.Module):
@@ -22,7 +22,7 @@ class Model(nn.Module):
 
 
 def key(model: Any) -> int:
-    return configured(model, model.layers).key
+    return collect_settings(model, model.layers).key
 
 
 def set_buffer(model: Any) -> None:
@@ -65,7 +65,7 @@ def test_changes_of_parameters_and_blocks_are_ignored() -> None:
 
 def test_identities_are_not_reused() -> None:
     model: Any = Model()
-    known = configured(model, model.layers)
+    known = collect_settings(model, model.layers)
     found = set()
     for _ in range(20):
         model.other = torch.zeros(())

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gpipe import GPipe
 from gpipe.model._blocks import candidates, divide
-from gpipe.model._measure import Span, compute_seconds, measured
+from gpipe.model._measure import Span, compute_seconds, measure_rounds
 from microbatch import Arguments, Replicate
 
 from ..layers import DOUBLE, Layer, assert_same, rows
@@ -42,7 +42,7 @@ def slowest(blocks: int, at: int) -> Residuals:
 def test_a_slow_block_is_alone_on_its_stage(blocks: int, data: st.DataObject) -> None:
     at = data.draw(st.integers(1, blocks - 2))
     model = slowest(blocks, at)
-    rounds = measured(model, candidates(model), inputs(rows(4)), CPU, same, timeout=0.2)
+    rounds = measure_rounds(model, candidates(model), inputs(rows(4)), CPU, same, timeout=0.2)
     assert divide(model, 3, costs=partial(compute_seconds, rounds)).balance == [at, 1, blocks - at - 1]
 
 
@@ -69,7 +69,7 @@ def test_operations_between_blocks_count_for_the_block_before() -> None:
 
     model.between = between
     seconds = compute_seconds(
-        measured(model, candidates(model), inputs(rows(4)), CPU, same, timeout=0.2), candidates(model)
+        measure_rounds(model, candidates(model), inputs(rows(4)), CPU, same, timeout=0.2), candidates(model)
     )
     assert max(range(5), key=seconds.__getitem__) == 1
 
@@ -135,7 +135,7 @@ def test_the_model_does_not_change(training: bool) -> None:
 def test_any_model_is_measured(told: Told, stages: int) -> None:
     model, x = told.model(), rows(4, 2).to(next(told.model().parameters()).dtype)
     for pick in (same, lambda output: [output]):
-        found = measured(model, candidates(model), inputs(x), CPU, pick, timeout=0.001)
+        found = measure_rounds(model, candidates(model), inputs(x), CPU, pick, timeout=0.001)
         seconds = compute_seconds(found, candidates(model))
         assert min(seconds) >= 0
         assert sum(seconds) > 0
@@ -154,7 +154,7 @@ def test_nothing_is_measured_in_vain(options: dict[str, Any], monkeypatch: pytes
     model = residuals()
     if options["devices"][0] == "meta":
         model.to("meta")
-    monkeypatch.setattr("gpipe.model._measure.measured", lambda *_: pytest.fail("the model has run"))
+    monkeypatch.setattr("gpipe.model._measure.measure_rounds", lambda *_: pytest.fail("the model has run"))
     with closing(GPipe(model, sample=rows(4), **options)) as pipe:
         assert sum(pipe.balance) == 4
 
@@ -183,7 +183,7 @@ def test_oversized_model_is_balanced_by_bytes(
         raise torch.OutOfMemoryError("full")
 
     expected = GPipe(slowest(4, 2).to("meta"), devices=["meta"] * 2, sample=rows(4)).balance
-    monkeypatch.setattr("gpipe.model._measure.measured", full)
+    monkeypatch.setattr("gpipe.model._measure.measure_rounds", full)
     with closing(GPipe(slowest(4, 2), devices=["cpu"] * 2, sample=rows(4))) as pipe:
         assert pipe.balance == expected
     assert "Residuals does not fit on cpu as a whole" in caplog.text

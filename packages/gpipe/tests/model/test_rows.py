@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.model._rows import NOWHERE, UNKNOWN, Argument, dim_between, dim_by, joined
+from gpipe.model._rows import NOWHERE, UNKNOWN, Argument, dim_between, dim_by, join_rows
 
 SHAPES = st.lists(st.integers(1, 6), min_size=1, max_size=3)
 
@@ -17,7 +17,7 @@ def test_parts_are_joined_where_arguments_have_rows(
     whole = torch.randn([*shape[:dim], factor * sum(rows), *shape[dim + 1 :]])
     parts = whole.split([factor * count for count in rows], dim)
     size = parts[0].shape
-    found = joined(parts, [rows], [Argument(size, dim_between(size, whole.shape))])
+    found = join_rows(parts, [rows], [Argument(size, dim_between(size, whole.shape))])
     assert found is not None
     assert torch.equal(found, whole)
 
@@ -26,7 +26,7 @@ def test_parts_are_joined_where_arguments_have_rows(
 def test_uneven_rows_determine_the_dimension(shape: list[int], data: st.DataObject, rows: list[int]) -> None:
     dim = data.draw(st.integers(0, len(shape) - 1))
     whole = torch.randn([*shape[:dim], sum(rows), *shape[dim + 1 :]])
-    found = joined(whole.split(rows, dim), [rows], [])
+    found = join_rows(whole.split(rows, dim), [rows], [])
     if len({*rows}) > 1:
         assert found is not None
         assert torch.equal(found, whole)
@@ -45,14 +45,14 @@ def test_argument_of_equal_size_has_priority() -> None:
 
 def test_outputs_in_unknown_order_are_not_joined() -> None:
     parts = torch.randn(7, 2).split([3, 4])  # like an expert, which gets some of the tokens
-    assert joined(parts, [[2, 2]], [Argument(torch.Size([3, 2]), 0)]) is None
-    assert joined([torch.randn(()), torch.randn(())], [[2, 2]], [Argument(torch.Size([2, 3]), 0)]) is None
+    assert join_rows(parts, [[2, 2]], [Argument(torch.Size([3, 2]), 0)]) is None
+    assert join_rows([torch.randn(()), torch.randn(())], [[2, 2]], [Argument(torch.Size([2, 3]), 0)]) is None
 
 
 def test_multiples_of_rows_are_joined_like_arguments() -> None:
     rows, hidden = [2, 2], Argument(torch.Size([2, 5, 8]), 0)
     tokens = [torch.randn(10, 3), torch.randn(10, 3)]
-    found = joined(tokens, [rows], [hidden])
+    found = join_rows(tokens, [rows], [hidden])
     assert found is not None
     assert torch.equal(found, torch.cat(tokens))
-    assert joined([torch.randn(4), torch.randn(4)], [rows], [hidden]) is None  # one value per expert
+    assert join_rows([torch.randn(4), torch.randn(4)], [rows], [hidden]) is None  # one value per expert

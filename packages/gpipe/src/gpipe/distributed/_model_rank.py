@@ -14,8 +14,8 @@ from .._batchnorm import DeferredBatchNorm
 from ..engine._mini_batch import compute_outputs
 from ..engine._workers import Workers
 from ..model._division import divide_model
-from ..model._far_run import numbered_pairs
-from ..model._parts import build_parts, build_tree, emptied, find_common, find_others
+from ..model._far_run import number_pairs
+from ..model._parts import build_parts, build_tree, empty_parts, find_common, find_others
 from ..model._pick import picker
 from ..model._pipeline import ModelPipeline
 from ..model._stage import DividedModel, ModelStage
@@ -86,7 +86,7 @@ class ModelRank(ModelStepping, Rank, of_models=True):
         with self._opening("forward") as found, allow_signals():
             if not args and not kwargs:
                 raise TypeError(_NEEDS_INPUTS)
-            inputs = self._checked(as_value(args, kwargs))
+            inputs = self._check_inputs(as_value(args, kwargs))
             batches, _ = self._cut(inputs)
             found.batches, found.whole = batches, self.out_spec is None
             found.must_match |= describe_inputs(inputs.bare)
@@ -100,7 +100,7 @@ class ModelRank(ModelStepping, Rank, of_models=True):
                 return None
             if self.out_spec is not None:
                 return gather_outputs(outputs, batches, self.out_spec)
-            return self._compute_output(self._shown(), outputs, batches, inputs.bare)
+            return self._compute_output(self._get_pipeline(), outputs, batches, inputs.bare)
 
         with torch.no_grad():
             return self._pipeline.run_lock.run(run)
@@ -142,7 +142,7 @@ class ModelRank(ModelStepping, Rank, of_models=True):
     def _keep(self, module: nn.Module, share: LocalStages) -> None:
         self.__dict__.update(_model=module, _partitions=share.partitions)
         others = [part for j, part in enumerate(share.every) if j not in share.numbers]
-        emptied(others, share.partitions)
+        empty_parts(others, share.partitions)
         tree = build_tree(module, [*share.partitions])
         self.__dict__.update({name: vars(tree)[name] for name in ("_modules", "_parameters", "_buffers")})
         self._non_persistent_buffers_set = tree._non_persistent_buffers_set
@@ -150,7 +150,7 @@ class ModelRank(ModelStepping, Rank, of_models=True):
     def _connect(self, share: LocalStages, groups: Groups, reports: Sequence[Mapping[str, Any]]) -> None:
         layout, count = inspect_skip_layout(share.every), len(self._balance)
         stages = [ModelStage(j, share.every[j], device, layout) for j, device in share.device_of.items()]
-        processes = self._join(share, [*numbered_pairs(count).values()][count - 1 :], groups, reports)
+        processes = self._join(share, [*number_pairs(count).values()][count - 1 :], groups, reports)
         common, others = [*self._common.values()], find_others(share.every[:-1], {*self._blocks.values()})
         stages_of_others = {module: j for j, part in enumerate(others) for module in part.values()}
         named = {name: module for part in others for name, module in part.items()}
@@ -193,7 +193,7 @@ class ModelRank(ModelStepping, Rank, of_models=True):
         losses = prepared.losses
         self._keep_facts(losses.replays)
         if isinstance(losses, RemoteLoss) and losses.replays:
-            conventions = self._shown().conventions
+            conventions = self._get_pipeline().conventions
             if losses.kind not in conventions:
                 conventions.keep(losses.kind, losses.finding())
         return super()._build_result(prepared, call)
@@ -201,7 +201,7 @@ class ModelRank(ModelStepping, Rank, of_models=True):
     def _keep_facts(self, replays: Any) -> None:
         """Keep the facts from the forwards of a run, as all ranks do."""
         if replays:
-            self._shown().shown()
+            self._get_pipeline().take_facts()
 
 
 def describe_inputs(inputs: Any) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def apart(model: nn.Module, blocks: Mapping[str, nn.Module]) -> tuple[nn.Module,
     memo: dict[int, Any] = {}
     for module in model.modules():
         if module not in own:
-            memo.update({id(tensor): moved(tensor) for tensor in tensors_in(module)})
+            memo.update({id(tensor): copy_to_cpu(tensor) for tensor in tensors_in(module)})
     for module in own:
         for tensor in tensors_in(module):
             memo.setdefault(id(tensor), _without_values(tensor))
@@ -36,7 +36,7 @@ def apart(model: nn.Module, blocks: Mapping[str, nn.Module]) -> tuple[nn.Module,
     return copied, {name: memo[id(block)] for name, block in blocks.items()}
 
 
-def moved(tensor: Tensor) -> Tensor:
+def copy_to_cpu(tensor: Tensor) -> Tensor:
     """Return a copy on the CPU, in the default precision."""
     local = tensor.detach().to("cpu", copy=True)
     if local.is_floating_point():

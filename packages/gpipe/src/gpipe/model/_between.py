@@ -105,13 +105,13 @@ class Between(HandlesPipes):
         output = applied(*given)
         altered = [tensor for tensor, then in before if version(tensor) != then]
 
-        def ended(*_: Any) -> Any:
+        def end(*_: Any) -> Any:
             for tensor in altered:  # an operation that ends now has modified them
                 tensor.detach().as_strided((0,), (1,)).zero_()
             return output
 
         with self.off():
-            return self.looks.operate(ended, args, {})
+            return self.looks.operate(end, args, {})
 
     def call(self, compute: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Call ``compute``, which runs a pipeline, as a single operation."""
@@ -206,13 +206,13 @@ class Applied:
         return self._compute(*args)
 
 
-def _applied(kind: type, compute: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _apply(kind: type, compute: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Call a ``torch.autograd.Function``; between blocks, with tensors of the current stage."""
     mode = _innermost()
     return compute(*args) if mode is None else mode.apply(Applied(kind, compute), args)
 
 
-call_functions_by(_applied)
+call_functions_by(_apply)
 
 
 def _innermost() -> Between | None:

@@ -56,7 +56,7 @@ class Division(NamedTuple):
     after: After
 
 
-def ordered_by(
+def reorder_blocks(
     order: Order, model: nn.Module, division: Division, costs: Costs | None = None, *, moves: bool
 ) -> Division:
     """Return a division by the order in which the model uses its modules.
@@ -88,9 +88,9 @@ def divide(model: nn.Module, stages: int, names: Sequence[str] | None = None, co
     """
     costs = costs or partial(count_block_bytes, model)
     if names is not None:
-        blocks = named_blocks(model, names)
+        blocks = find_named_blocks(model, names)
         return Division(blocks, _balance(costs(blocks), min(stages, len(blocks))), {})
-    divisions = [*_divisions(costs, _found(model), stages)]
+    divisions = [*_divisions(costs, _find_blocks(model), stages)]
     least = min(uneven for uneven, _ in divisions)
     # Prefer the coarsest of the nearly most even divisions, because a block inside a layer also costs a little.
     return next(each for uneven, each in divisions if uneven <= least + _NEARLY)
@@ -99,15 +99,15 @@ def divide(model: nn.Module, stages: int, names: Sequence[str] | None = None, co
 def candidates(model: nn.Module, names: Sequence[str] | None = None) -> Blocks:
     """Return all modules that :func:`divide` may choose as blocks. Some contain others."""
     if names is not None:
-        return named_blocks(model, names)
-    found = level = _found(model)
+        return find_named_blocks(model, names)
+    found = level = _find_blocks(model)
     while level:
         level = {name: each for outer, block in level.items() for name, each in _inner(outer, block).items()}
         found = {**found, **level}
     return found
 
 
-def _found(model: nn.Module) -> Blocks:
+def _find_blocks(model: nn.Module) -> Blocks:
     blocks = _outermost(model)
     if not blocks:
         raise ValueError(f"{type(model).__name__} has no modules with parameters at which its forward can be cut")
@@ -128,13 +128,13 @@ def _divisions(costs: Costs, blocks: Blocks, stages: int) -> Iterator[tuple[floa
             yield uneven, found
             if uneven <= _EVEN:
                 return
-        finer = _divided(sizes, blocks, found)
+        finer = _divide_largest(sizes, blocks, found)
     if len(blocks) < stages:
         found = Division(blocks, [1] * len(blocks), {})
         yield unevenness(sizes, found.balance), found
 
 
-def named_blocks(model: nn.Module, names: Sequence[str]) -> Blocks:
+def find_named_blocks(model: nn.Module, names: Sequence[str]) -> Blocks:
     """Return the modules with these ``names``, in this order. A list is replaced by its elements.
 
     Raises:
@@ -197,7 +197,7 @@ def count_block_bytes(model: nn.Module, blocks: Blocks, after: After = MappingPr
     return [cost + 1 for cost in costs]  # even a module without parameters takes time
 
 
-def _divided(costs: Sequence[float], blocks: Blocks, division: Division | None) -> Blocks | None:
+def _divide_largest(costs: Sequence[float], blocks: Blocks, division: Division | None) -> Blocks | None:
     """Replace the largest divisible block of the largest stage by its parts. Return None if no block is divisible."""
     positions = range(len(blocks))
     if division is not None:

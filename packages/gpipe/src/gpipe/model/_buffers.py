@@ -22,7 +22,7 @@ class Kept(NamedTuple):
     copy: Tensor
 
 
-def kept(buffers: Iterable[Tensor]) -> list[Kept]:
+def copy_small_buffers(buffers: Iterable[Tensor]) -> list[Kept]:
     """Copy small ``buffers``, except on ``meta`` or fake ones. Large ones are tables, which forwards do not modify."""
     return [Kept(each, each._version, each.detach().clone()) for each in buffers if is_small(each) and has_data(each)]
 
@@ -103,9 +103,9 @@ class AfterBlocks:
     def keep(self, buffer: Tensor) -> None:
         """Save the values of ``buffer``, which an operation may modify."""
         if id(buffer) not in self._kept:
-            self._kept[id(buffer)] = kept([buffer])
+            self._kept[id(buffer)] = copy_small_buffers([buffer])
 
-    def made(self, tensor: Tensor) -> Tensor:
+    def note_result(self, tensor: Tensor) -> Tensor:
         """Note that an operation has returned ``tensor``, because the model may assign it to a buffer."""
         self._made[tensor] = True
         return tensor

@@ -24,14 +24,14 @@ from ._called import answered_by
 from ._collected import collector
 from ._facts import Facts, Place
 from ._generators import Numbers
-from ._grad import differentiated, through_blocks
+from ._grad import get_grad_inputs, through_blocks
 from ._hooks import Hooks
 from ._left import Left
 from ._owners import Owned, Owners
 from ._pick import Pick
 from ._row_order import Entries
 from ._tensors import Moves, Tensors
-from ._tree import changed, is_plain
+from ._tree import is_plain, map_tree
 from ._used import Uses
 from ._written import Written
 
@@ -193,20 +193,20 @@ class Calls:
 
     def entering(self, inputs: Activation) -> Any:
         """Return the arguments of the model, for its ``inputs``."""
-        tensors = [self.tensors.given(leaf) for leaf in inputs.tensors]
+        tensors = [self.tensors.take_input(leaf) for leaf in inputs.tensors]
         if self.uses is not None:
             tensors = self.uses.record_inputs(tensors)
         self._owned.add(tensors, 0)
         return inputs.with_tensors(tensors).value
 
-    def returned(self, output: Any) -> Any:
+    def finish(self, output: Any) -> Any:
         """Return the ``output`` of the model as tensors of the last stage."""
         self._hooks.expect_kept()
         self.expect_more()
         self.leave_piece()
         with self.between.off():
             self._enter(self._run.count - 1, ())
-            output = changed(output, self.here)
+            output = map_tree(output, self.here)
             self._collect()
             if self._after is not None:
                 self._after.restore()
@@ -220,7 +220,7 @@ class Calls:
     def _collect(self) -> None:
         """Move the used outputs of blocks to the last stage, which returns them to the caller."""
         if self.uses is not None:
-            self.used, self.orders = self.uses.collected(), self.uses.orders
+            self.used, self.orders = self.uses.collect(), self.uses.orders
         self.tensors.finish()
 
     # Generators of Python and NumPy.
@@ -267,12 +267,12 @@ class Calls:
             watched = self._begin_call(call)
             is_here = stage == self.tensors.stage
             if is_here:
-                output = self._called(call, watched)
+                output = self._call(call, watched)
         if not is_here:
-            output = self._called_later(call)
+            output = self._call_later(call)
         if self._run.offloads:
             with self.between.off():
-                output = changed(output, self._run.own)
+                output = map_tree(output, self._run.own)
         if is_block:
             current.work.rng.at = place + 1
         self._end_call(call, watched, output)
@@ -309,7 +309,7 @@ class Calls:
         with self.between.off():
             watched.left(output)
             collected = {kind: collector()[kind][size:] for kind, size in watched.collected.items()}
-            self.tensors.made(collected, (call.args, call.kwargs))
+            self.tensors.place_output(collected, (call.args, call.kwargs))
             self._owned.end_block(output, self.tensors.stage)
             if self.uses is not None:
                 self.uses.record(call.name, output, collected, [tensor.shape for tensor in watched.given])
@@ -329,26 +329,26 @@ class Calls:
         self.is_done = True
         raise Ended
 
-    def _called(self, call: Call, watched: Watched) -> Any:
+    def _call(self, call: Call, watched: Watched) -> Any:
         """Call a block of this stage, and record which tensors of the model it modifies in place."""
         args, kwargs = watched.args, watched.kwargs
         own = get_tensors((args, kwargs)) if self.uses is not None else ()
         if self.uses is not None:
-            self.uses.called_with(own)
+            self.uses.record_orders(own)
         before = [*map(version, own)]
         with answered_by(None):
             if self._run.is_own(self.tensors.stage):
-                output = self._computed(call, args, kwargs)
+                output = self._compute(call, args, kwargs)
             else:
                 output = self._run.answer(call.name, call.module, call.function, args, kwargs)
-            output = self.tensors.made(output, (args, kwargs))
+            output = self.tensors.place_output(output, (args, kwargs))
         if self.uses is not None:
             for tensor, here, then in zip(watched.given, own, before, strict=True):
                 if version(here) != then:
                     self.uses.alters(call.name, tensor)
         return output
 
-    def _called_later(self, call: Call) -> Any:
+    def _call_later(self, call: Call) -> Any:
         """Call a block of an earlier stage, whose turn is over.
 
         This stage runs it on copies of the parameters, which it receives for each operation.
@@ -358,7 +358,7 @@ class Calls:
         with answered_by(None):
             return call.function(*call.args, **call.kwargs)
 
-    def _computed(self, call: Call, args: Any, kwargs: Any) -> Any:
+    def _compute(self, call: Call, args: Any, kwargs: Any) -> Any:
         module, function = call.module, call.function
         block = None if call.place is None else self._run.block(self.tensors.stage, self._microbatch, module)
         at, kernels, caches = current.work.rng.at, chosen_kernels(), is_caching()
@@ -396,15 +396,15 @@ class Calls:
     def operate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one of the model's own operations on the tensors of this stage."""
         if self._after is not None:
-            changed((args, kwargs), self._keep)
-        if any(self.here(tensor) is not tensor for tensor in differentiated(function, args, kwargs)):
+            map_tree((args, kwargs), self._keep)
+        if any(self.here(tensor) is not tensor for tensor in get_grad_inputs(function, args, kwargs)):
             raise through_blocks(type(self._run.model).__name__)
         self._owned.begin()
         output = self.tensors.compute(function, args, kwargs, self.here)
-        for tensor in self._owned.altered():
+        for tensor in self._owned.find_altered():
             self._run.expect_free(tensor, self.tensors.stage, self._microbatch)
         self._owned.end(output, self.tensors.stage)
-        return output if self._after is None else changed(output, self._after.made)
+        return output if self._after is None else map_tree(output, self._after.note_result)
 
     def _keep(self, tensor: Tensor) -> Tensor:
         """Save the value of ``tensor`` if it is a buffer of the model, which the operation may modify."""

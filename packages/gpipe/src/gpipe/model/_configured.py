@@ -31,7 +31,7 @@ class Settings(NamedTuple):
     held: list[Any]
 
 
-def configured(model: nn.Module, blocks: Iterable[nn.Module]) -> Settings:
+def collect_settings(model: nn.Module, blocks: Iterable[nn.Module]) -> Settings:
     """Return the settings of ``model`` outside ``blocks``."""
     held: list[Any] = []
     parts = [part for module in outside(model, blocks) for part in _of_module(module, held)]

@@ -25,7 +25,7 @@ from microbatch import Arguments, flatten, unflatten
 from .._current import doing
 from ..engine._loss_value import own_loss
 from ..module._signature import get_signature
-from ._apart import apart, moved
+from ._apart import apart, copy_to_cpu
 from ._buffers import outside
 from ._cache import without_cache
 from ._called import answered
@@ -34,7 +34,7 @@ from ._elsewhere import Elsewhere, Unnumbered
 from ._facts import Facts, Shape
 from ._generators import generators_restored
 from ._replay import Replay
-from ._tree import changed
+from ._tree import map_tree
 
 IGNORED = -100
 ROWS = 3
@@ -83,7 +83,7 @@ def find_convention(
             made = _values(facts, inputs, rows)
             with _calls_caught(copied, copies, blocks):
                 around, loss = outside(copied, copies.values()), _build_loss(copied, copies, facts)
-                return next((_tried(values, loss, around) for values in made if loss(values) is not None), None)
+                return next((_try_loss(values, loss, around) for values in made if loss(values) is not None), None)
     except Exception:  # the model cannot be copied, or its blocks return something else than rows of numbers
         return None
 
@@ -96,12 +96,12 @@ class Values(NamedTuple):
     used: dict[str, Tensor]
 
     def part(self, rows: Sequence[int]) -> Values:
-        def taken(tensor: Tensor) -> Tensor:
+        def take(tensor: Tensor) -> Tensor:
             if not tensor.dim() or tensor.shape[0] % ROWS:
                 return tensor
             return tensor.reshape(ROWS, -1, *tensor.shape[1:])[list(rows)].flatten(0, 1)
 
-        return Values(*changed((self.args, self.kwargs, self.used), taken))
+        return Values(*map_tree((self.args, self.kwargs, self.used), take))
 
     def with_arguments(self, **changes: Any) -> Values:
         return self._replace(kwargs={**self.kwargs, **changes})
@@ -117,7 +117,7 @@ Loss = Callable[[Values], Tensor | None]
 """Returns the loss for some values; None if there is none."""
 
 
-def _tried(values: Values, loss: Loss, around: Sequence[nn.Module]) -> Convention | None:
+def _try_loss(values: Values, loss: Loss, around: Sequence[nn.Module]) -> Convention | None:
     """Return the convention of ``loss``, which modules ``around`` the blocks compute."""
     total = loss(values)
     if total is None or not total or not _are_same(total, loss(values)):
@@ -215,7 +215,7 @@ def _values(facts: Facts, inputs: Arguments, rows: int) -> Iterator[Values]:
     for short in (SHORT, length) if length > SHORT else (length,):
         generator = torch.Generator().manual_seed(0)
         made = _Made(rows, length, short, generator)
-        args, named = changed((inputs.args, kwargs), made.argument)
+        args, named = map_tree((inputs.args, kwargs), made.argument)
         padded = named["labels"].clone()
         padded[_half_a_row(padded)] = IGNORED
         used = {f"{call} {leaf}": facts.answers[call].leaves[leaf] for call, leaf in sorted(facts.used)}
@@ -228,12 +228,12 @@ class _Made:
     def __init__(self, rows: int, length: int, short: int, generator: torch.Generator) -> None:
         self._rows, self._length, self._short, self._generator = rows, length, short, generator
 
-    def _shortened(self, size: int) -> int:
+    def _shorten(self, size: int) -> int:
         return self._short if self._length and size == self._length else size
 
     def argument(self, tensor: Tensor) -> Tensor:
         """Return rows similar to the rows of ``tensor``. If its first dimension is not divided into rows, keep that."""
-        tensor = moved(tensor)
+        tensor = copy_to_cpu(tensor)
         for dim in range(1, tensor.dim()):
             if self._length and tensor.shape[dim] == self._length:
                 tensor = tensor.narrow(dim, 0, self._short)
@@ -254,8 +254,8 @@ class _Made:
         """
         size = shape.size
         if not shape.dtype.is_floating_point or not size or not size[0] or size[0] % self._rows:
-            return torch.empty([*map(self._shortened, size)], dtype=shape.dtype, device="meta")
-        first, *others = map(self._shortened, (size[0] // self._rows, *size[1:]))
+            return torch.empty([*map(self._shorten, size)], dtype=shape.dtype, device="meta")
+        first, *others = map(self._shorten, (size[0] // self._rows, *size[1:]))
         scale = torch.arange(1, ROWS * first + 1).reshape(-1, *[1] * len(others))
         return torch.randn((ROWS * first, *others), generator=self._generator) * scale
 

@@ -11,7 +11,7 @@ from torch import nn
 from microbatch import Arguments, Batch
 
 from ..values._leaves import as_arguments
-from ._configured import configured
+from ._configured import collect_settings
 from ._convention import Convention, find_convention, may_follow
 from ._count import COUNT
 from ._facts import Facts, get_kind
@@ -52,9 +52,9 @@ class Conventions:
     def keep(self, kind: Any, found: Convention | None) -> None:
         """Store the convention of a kind, which was tested in this process or in a different one."""
         self._trials[kind] += 1
-        settings = configured(self._model, self._blocks.values())
+        settings = collect_settings(self._model, self._blocks.values())
         self._held.append(settings.held)
         self._found[kind, settings.key] = found
 
     def _key(self, kind: Any) -> Any:
-        return kind, configured(self._model, self._blocks.values()).key
+        return kind, collect_settings(self._model, self._blocks.values()).key

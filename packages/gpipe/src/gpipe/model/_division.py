@@ -15,7 +15,7 @@ from microbatch import unwrap
 from ..module._data import has_data
 from ..module._inputs import Inputs
 from ..module._partition import check_balance
-from ._blocks import Blocks, Costs, Division, candidates, divide, named_blocks, ordered_by
+from ._blocks import Blocks, Costs, Division, candidates, divide, find_named_blocks, reorder_blocks
 from ._cache import expect_same_without_cache
 from ._elsewhere import first_line
 from ._order import find_order
@@ -47,7 +47,7 @@ def divide_model(
             costs = seconds(candidates(model, given))
         division = divide(model, stages(), given, costs)
     else:
-        blocks = divide(model, 1).blocks if given is None else named_blocks(model, given)
+        blocks = divide(model, 1).blocks if given is None else find_named_blocks(model, given)
         division = Division(blocks, check_balance(balance, len(blocks)), {})
     if sample is None or len(division.balance) == 1:
         return division
@@ -61,7 +61,7 @@ def divide_model(
             first_line(error),
         )
         return division
-    found = ordered_by(order, model, division, costs, moves=given is None)
+    found = reorder_blocks(order, model, division, costs, moves=given is None)
     return found if balance is None else found._replace(balance=division.balance)
 
 
@@ -72,7 +72,7 @@ def seconds_on(
     if len(devices) == 1:
         return None
     from ..balance._balance import intra_op_threads  # imported here, because pipes without a sample measure nothing
-    from ._measure import compute_seconds, measured
+    from ._measure import compute_seconds, measure_rounds
 
     inputs = Inputs.of(unwrap(sample)[0])
     expect_same_without_cache(model, inputs)
@@ -80,7 +80,7 @@ def seconds_on(
     # Stages compute at the same time, each with its share of the threads.
     with intra_op_threads(max(1, torch.get_num_threads() // len(devices))):
         try:
-            rounds = measured(model, blocks, inputs, device, pick)
+            rounds = measure_rounds(model, blocks, inputs, device, pick)
         except torch.OutOfMemoryError:
             _log.warning(
                 "%s does not fit on %s as a whole, so that its blocks are balanced by bytes; give balance=, the number "

@@ -17,7 +17,7 @@ from .._current import current, doing
 from .._torch import is_intercepting, set_intercepting
 from ..checkpoint._random import PROCESS
 from ..values._by_tensor import ByTensor
-from ._generators import changed_generators, generator_states
+from ._generators import find_changed_generators, generator_states
 
 
 class Draws:
@@ -70,4 +70,4 @@ class Draws:
 
     def elsewhere(self) -> str:
         """Return the name of a generator outside torch that was used, Python's or NumPy's, or an empty string."""
-        return next(iter(changed_generators(self._before)), "")
+        return next(iter(find_changed_generators(self._before)), "")

@@ -23,7 +23,7 @@ from ..values._leaves import AsNonleaf, version
 from ._between import Applied
 from ._collected import collector
 from ._generators import generators_restored
-from ._tree import changed
+from ._tree import map_tree
 from ._written import Written
 
 
@@ -93,7 +93,7 @@ class Elsewhere:
         """
         leaves, tree = flatten((args, kwargs))
         try:
-            output = self._described(name, module, function, leaves, tree, hooks=True)
+            output = self._describe(name, module, function, leaves, tree, hooks=True)
         except Exception as error:
             raise RuntimeError(
                 f"block {name!r} is on another rank, so that this one calls it on tensors without data to learn "
@@ -106,7 +106,7 @@ class Elsewhere:
                     "a block on another rank changes one of the inputs of the model in place, or a tensor made of them "
                     "alone, of which each rank has its own; let it change a clone"
                 )
-        return _filled(output, leaves)
+        return _fill(output, leaves)
 
     def operation(self, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
         """Return the output of an operation between blocks, and the tensors with values that it would modify in place.
@@ -115,13 +115,13 @@ class Elsewhere:
             RuntimeError, NotImplementedError: it fails on ``meta``; a ``torch.autograd.Function`` on zeros, too.
         """
         if not isinstance(function, Applied):
-            return computed_on_meta(function, args, kwargs)
+            return compute_on_meta(function, args, kwargs)
         leaves, tree = flatten((args, kwargs))
         try:
-            output = self._described(function.kind, None, function, leaves, tree, hooks=True)
+            output = self._describe(function.kind, None, function, leaves, tree, hooks=True)
         except Exception as error:
             raise RuntimeError(first_line(error)) from error
-        return _filled(output, leaves), [leaves[k] for k in output.altered if not leaves[k].is_meta]
+        return _fill(output, leaves), [leaves[k] for k in output.altered if not leaves[k].is_meta]
 
     def sizes(self, name: str, module: nn.Module, function: Any, args: Any, kwargs: Any) -> Mapping[int, torch.Size]:
         """Return the sizes of the tensors in the output of a block, by their number; none if its code fails.
@@ -130,12 +130,12 @@ class Elsewhere:
         """
         leaves, tree = flatten((args, kwargs))
         try:
-            output = self._described(name, module, function, leaves, tree, hooks=False)
+            output = self._describe(name, module, function, leaves, tree, hooks=False)
         except Exception:
             return {}
         return {k: leaf.size for k, leaf in enumerate(output.leaves) if isinstance(leaf, Like)}
 
-    def _described(
+    def _describe(
         self, name: Any, module: nn.Module | None, function: Any, leaves: Sequence[Any], tree: Any, *, hooks: bool
     ) -> Output:
         trains = module is not None and module.training
@@ -145,14 +145,14 @@ class Elsewhere:
         output = self._known.get(key)
         if output is None:
             with nullcontext() if hooks or module is None else _without_hooks(module):
-                output = self._learned(module, function, leaves, tree)
+                output = self._learn(module, function, leaves, tree)
             if all(isinstance(leaf, Tensor) or is_constant(leaf) for leaf in (*leaves, *output.leaves)):
                 if len(self._known) >= _MOST:  # the sizes of inputs keep changing
                     self._known.clear()
                 self._known[key] = output
         return output
 
-    def _learned(self, module: nn.Module | None, function: Any, leaves: Sequence[Any], tree: Any) -> Output:
+    def _learn(self, module: nn.Module | None, function: Any, leaves: Sequence[Any], tree: Any) -> Output:
         for make in self._makes[:-1]:
             with suppress(Exception):  # its code needs values, or has kernels for some devices only
                 return _output(module, function, leaves, tree, make)
@@ -170,11 +170,11 @@ def bare(tensor: Tensor, requires_grad: bool | None = None) -> Tensor:
     return _as_given(found, tensor.requires_grad if requires_grad is None else requires_grad)
 
 
-def computed_on_meta(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
+def compute_on_meta(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
     """Return the output of ``function`` on ``meta``, and the tensors with values that it would modify in place."""
     if function in _WITHOUT_KERNELS:
-        args, kwargs = (changed(part, lambda each: _zeros(each) if each.is_meta else each) for part in (args, kwargs))
-        return changed(function(*args, **kwargs), bare), []
+        args, kwargs = (map_tree(part, lambda each: _zeros(each) if each.is_meta else each) for part in (args, kwargs))
+        return map_tree(function(*args, **kwargs), bare), []
     made: dict[int, tuple[Tensor, Tensor, int]] = {}
 
     def on_meta(tensor: Tensor) -> Tensor:
@@ -186,9 +186,9 @@ def computed_on_meta(function: Callable[..., Any], args: Any, kwargs: Any) -> tu
 
     if function in (Tensor.cpu, Tensor.cuda):
         function, args, kwargs = Tensor.to, (args[0], "meta"), {}
-    args = [_on_meta(value) if function is Tensor.to else value for value in changed(args, on_meta)]
-    kwargs = {key: _on_meta(value) if key == "device" else value for key, value in changed(kwargs, on_meta).items()}
-    output = changed(function(*args, **kwargs), lambda each: made[id(each)][1] if id(each) in made else each)
+    args = [_on_meta(value) if function is Tensor.to else value for value in map_tree(args, on_meta)]
+    kwargs = {key: _on_meta(value) if key == "device" else value for key, value in map_tree(kwargs, on_meta).items()}
+    output = map_tree(function(*args, **kwargs), lambda each: made[id(each)][1] if id(each) in made else each)
     return output, [tensor for found, tensor, before in made.values() if version(found) != before]
 
 
@@ -238,12 +238,12 @@ def _output(module: nn.Module | None, function: Any, leaves: Sequence[Any], tree
     found, structure = flatten((output, collected))
     known = {id(each): Argument(k) for k, each in enumerate(given) if isinstance(each, Tensor)}
     seen: dict[int, Same] = {}
-    described = [_described(leaf, known, seen, k) if isinstance(leaf, Tensor) else leaf for k, leaf in enumerate(found)]
+    described = [_describe(leaf, known, seen, k) if isinstance(leaf, Tensor) else leaf for k, leaf in enumerate(found)]
     altered = [k for k, each in enumerate(given) if isinstance(each, Tensor) and version(each) != before[k]]
     return Output(described, structure, altered)
 
 
-def _described(leaf: Tensor, known: dict[int, Argument], seen: dict[int, Same], number: int) -> Any:
+def _describe(leaf: Tensor, known: dict[int, Argument], seen: dict[int, Same], number: int) -> Any:
     if id(leaf) in known:
         return known[id(leaf)]
     if id(leaf) in seen:
@@ -252,7 +252,7 @@ def _described(leaf: Tensor, known: dict[int, Argument], seen: dict[int, Same], 
     return Like(leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)
 
 
-def _filled(output: Output, leaves: Sequence[Any]) -> Any:
+def _fill(output: Output, leaves: Sequence[Any]) -> Any:
     """Return the output for the arguments ``leaves``, and add to the values that hooks collect."""
     for k in output.altered:
         if leaves[k].is_meta:

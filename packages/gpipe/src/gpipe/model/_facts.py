@@ -66,7 +66,7 @@ class Facts(NamedTuple):
         return len(answers) <= len(self.answers) and self.answers[len(answers) - 1].is_like(answers[-1])
 
 
-def joined_facts(found: Sequence[Facts], model: str) -> Facts:
+def join_facts(found: Sequence[Facts], model: str) -> Facts:
     """Return the combined facts from the forwards of one run.
 
     Raises:

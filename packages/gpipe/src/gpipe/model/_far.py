@@ -23,7 +23,7 @@ from ..values._by_tensor import ByTensor
 from ..values._leaves import Activation, storage_id, version
 from ._elsewhere import Elsewhere, bare, first_line
 from ._tensors import Leaf, Moves, Tensors
-from ._tree import changed
+from ._tree import map_tree
 
 
 class FarMoves(Moves, Protocol):
@@ -80,16 +80,16 @@ class FarTensors(Tensors):
         self._homes.clear()
         self._changed.clear()
 
-    def given(self, leaf: Tensor) -> Tensor:
+    def take_input(self, leaf: Tensor) -> Tensor:
         # An input that requires grad belongs to the first stage, because that stage's process receives its gradient.
         if not leaf.requires_grad:
-            return super().given(leaf)
-        return self._belongs(super().given(leaf) if self._far.is_own(0) else bare(leaf), 0)
+            return super().take_input(leaf)
+        return self._belongs(super().take_input(leaf) if self._far.is_own(0) else bare(leaf), 0)
 
     def here(self, tensor: Tensor) -> Tensor:
         home = self._find_stage(tensor)
         if home is None:
-            return self._moved(tensor) if self._moves.copies else tensor
+            return self._move(tensor) if self._moves.copies else tensor
         if home == self.stage:
             return tensor
         if self._far.is_own(home) and self._far.is_own(self.stage) and self._moves.is_of_model(tensor):
@@ -103,23 +103,23 @@ class FarTensors(Tensors):
         is_local = any(self._find_stage(tensor) is not None for tensor in given)
         draws = current.work.rng.draws
         if is_local and not self._far.is_own(self.stage):
-            output = self._without_data(function, changed(args, here), changed(kwargs, here))
+            output = self._without_data(function, map_tree(args, here), map_tree(kwargs, here))
         else:
             fixed = [(tensor, version(tensor)) for tensor in given if self._find_stage(tensor) is None and is_local]
-            output = function(*changed(args, here), **changed(kwargs, here))
+            output = function(*map_tree(args, here), **map_tree(kwargs, here))
             for tensor, before in fixed:
                 if version(tensor) != before:
                     self._takes_over(tensor)
         if not is_local and current.work.rng.draws == draws:
-            return super().made(output)
+            return super().place_output(output)
         if not is_local and not self._far.is_own(self.stage):
-            output = changed(output, bare)  # random numbers of the other process
-        return self.made(output, given)
+            output = map_tree(output, bare)  # random numbers of the other process
+        return self.place_output(output, given)
 
-    def made(self, output: Any, given: Any = ()) -> Any:
+    def place_output(self, output: Any, given: Any = ()) -> Any:
         common = {id(tensor) for tensor in _tensors_in(given) if self._find_stage(tensor) is None}
-        output = super().made(output) if self._far.is_own(self.stage) else output
-        return changed(output, lambda tensor: tensor if id(tensor) in common else self._belongs(tensor, self.stage))
+        output = super().place_output(output) if self._far.is_own(self.stage) else output
+        return map_tree(output, lambda tensor: tensor if id(tensor) in common else self._belongs(tensor, self.stage))
 
     def expect_present(self, name: str, stage: int) -> None:
         raise RuntimeError(
@@ -152,11 +152,11 @@ class FarTensors(Tensors):
         self._belongs(found.alias, self.stage)
         return found
 
-    def _received(self, tensor: Tensor, home: int) -> Tensor:
+    def _receive(self, tensor: Tensor, home: int) -> Tensor:
         if not self._far.is_own(self.stage):
             return bare(tensor).detach().requires_grad_(tensor.requires_grad)
         if self._far.is_own(home):
-            return super()._received(tensor, home)
+            return super()._receive(tensor, home)
         found = next(self._messages(home), None)
         if found is None or found.shape != tensor.shape:
             raise self._differs(home)
@@ -211,5 +211,5 @@ def _tensors_in(value: Any) -> list[Tensor]:
         found.append(tensor)
         return tensor
 
-    changed(value, note)
+    map_tree(value, note)
     return found

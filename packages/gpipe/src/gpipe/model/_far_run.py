@@ -39,7 +39,7 @@ class FarRun(ModelRun):
         self.elsewhere, self.answer = elsewhere, elsewhere.call  # type: ignore[method-assign]
         into: dict[int, dict[int, AnyChannel]] = defaultdict(dict)
         out_of: dict[int, dict[int, AnyChannel]] = defaultdict(dict)
-        for number, (a, b) in numbered_pairs(self.count).items():
+        for number, (a, b) in number_pairs(self.count).items():
             if self.is_own(a) != self.is_own(b):
                 into[b][a] = out_of[a][b] = self.transport.between(a, b, number, f"between stages {a} and {b}")
         self.into: Channels = into
@@ -79,7 +79,7 @@ class FarRun(ModelRun):
         return self._homes.get(id(tensor))
 
 
-def numbered_pairs(count: int) -> dict[int, tuple[int, int]]:
+def number_pairs(count: int) -> dict[int, tuple[int, int]]:
     """Return all pairs of ``count`` stages, by the number of their channel. Neighbors have the lowest numbers."""
     neighbors = [(b - 1, b) for b in range(1, count)]
     others = [(a, b) for a in range(count) for b in range(a + 2, count)]
@@ -114,16 +114,16 @@ class FarStageRun(ModelStageRun):
         if j < run.count - 1:
             self._departure = Quiet()
 
-    def _arrived(self, i: int) -> Activation:
-        inputs = super()._arrived(i)
+    def _receive_inputs(self, i: int) -> Activation:
+        inputs = super()._receive_inputs(i)
         self._inputs = len(inputs.tensors)
         return inputs
 
-    def _taken(self, forward: Forward) -> Activation:
-        output = super()._taken(forward)
+    def _take_output(self, forward: Forward) -> Activation:
+        output = super()._take_output(forward)
         return output if self._run.last == self._run.count - 1 else Activation(())
 
-    def _prepared(self, i: int) -> list[Tensor | None]:
+    def _prepare_backward(self, i: int) -> list[Tensor | None]:
         turns, j = self._turns[i], self.stage.index
         # Add the gradients of the latest stage first, as in a single process.
         for later in sorted(self._run.out_of[j], reverse=True):
@@ -132,7 +132,7 @@ class FarStageRun(ModelStageRun):
                 del turns[later].leaves[key]  # freed during the backward
                 if gradient is not None:
                     turns[j].gradients.setdefault(key, []).append(partial(_itself, gradient))
-        return super()._prepared(i)
+        return super()._prepare_backward(i)
 
     def _deliver(self, i: int, gradients: Sequence[Tensor | None]) -> None:
         turns, j = self._turns[i], self.stage.index

@@ -155,7 +155,7 @@ class Forward:
             del self._inputs
             with answered_by(calls), calls.between:
                 calls.begin_piece()
-                self._output = calls.returned(run.pick(run.model(*arguments.args, **arguments.kwargs)))
+                self._output = calls.finish(run.pick(run.model(*arguments.args, **arguments.kwargs)))
         finally:
             calls.leave_piece()
             self._turn.close()

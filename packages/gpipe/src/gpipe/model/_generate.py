@@ -22,7 +22,7 @@ def generate(model: Any, blocks: Collection[nn.Module], *args: Any, **kwargs: An
     """
     first = next(model.parameters(), None)
     if first is not None:
-        args, kwargs = _moved(args, first.device), _moved(kwargs, first.device)
+        args, kwargs = _move(args, first.device), _move(kwargs, first.device)
     with answered_by(None), _across_devices(model, blocks):
         return model.generate(*args, **kwargs)
 
@@ -35,21 +35,21 @@ def _across_devices(model: nn.Module, blocks: Collection[nn.Module]) -> Iterator
     on the same device when the model combines them.
     """
     with ExitStack() as scope:
-        for module, device in _placed(model):
+        for module, device in _find_placed_modules(model):
             visit = _Move(device, returns=module not in blocks)
             scope.callback(module.register_forward_pre_hook(visit.begin, with_kwargs=True, prepend=True).remove)
             scope.callback(module.register_forward_hook(visit.end).remove)
         yield
 
 
-def _placed(module: nn.Module) -> Iterator[tuple[nn.Module, torch.device]]:
+def _find_placed_modules(module: nn.Module) -> Iterator[tuple[nn.Module, torch.device]]:
     """Yield the outermost modules inside ``module`` that are on a single device, and that device."""
     for child in module.children():
         devices = {tensor.device for tensor in chain(child.parameters(), child.buffers())}
         if len(devices) == 1 and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):  # these are not called
             yield child, devices.pop()
         else:
-            yield from _placed(child)
+            yield from _find_placed_modules(child)
 
 
 class _Move:
@@ -63,13 +63,13 @@ class _Move:
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         self._origins.append(given[0].device if given and self._returns else self._device)
-        return _moved(args, self._device), _moved(kwargs, self._device)
+        return _move(args, self._device), _move(kwargs, self._device)
 
     def end(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return _moved(output, self._origins.pop())
+        return _move(output, self._origins.pop())
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def _move(value: Any, device: torch.device) -> Any:
     """Return ``value`` with its tensors on ``device``. A cache stays, because it spans the devices of all layers."""
     move = lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf  # noqa: E731
     return _pytree.tree_map(move, value, is_leaf=lambda part: not isinstance(part, (tuple, list, dict)))

@@ -38,7 +38,7 @@ def set_generator_states(states: dict[str, Any]) -> None:
         sys.modules["numpy"].random.set_state(states[_NUMPY])
 
 
-def changed_generators(before: dict[str, Any]) -> list[str]:
+def find_changed_generators(before: dict[str, Any]) -> list[str]:
     """Return the names of generators whose state is different from the one in ``before``."""
     now = generator_states()
     return [name for name in before if pickle.dumps(now.get(name)) != pickle.dumps(before[name])]
@@ -122,7 +122,7 @@ class Numbers:
         return partial(self._end, key, before, generator_states(), held)
 
     def _end(self, key: Any, before: dict[str, Any], own: dict[str, Any], held: ExitStack) -> Sequence[str]:
-        drew = changed_generators(own)
+        drew = find_changed_generators(own)
         set_generator_states(before)
         for name in {*drew} - self._advanced:
             self._advanced.add(name)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..values._leaves import get_tensors
 
 
-def differentiated(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Tensor]:
+def get_grad_inputs(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Tensor]:
     """Return the ``inputs`` of the call if ``function`` is ``torch.autograd.grad``, and nothing otherwise.
 
     Raises:

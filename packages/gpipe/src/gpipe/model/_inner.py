@@ -49,11 +49,11 @@ def through(pipe: Computing, value: Any) -> Any:
         around = around_blocks(model, pipe._blocks.values())
         return _seen(pipe, value) if any(value is module for module in around) else value
     if isinstance(value, MethodType) and value.__self__ is model:
-        return MethodType(_watched(pipe, value.__func__), model)
+        return MethodType(_wrap_method(pipe, value.__func__), model)
     return value
 
 
-def _watched(pipe: Computing, method: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_method(pipe: Computing, method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a ``method`` of the model, in which modules around blocks compute in the pipeline while gradients are on.
 
     Without gradients, as in methods that generate, it computes as the model does.

@@ -50,7 +50,7 @@ class Span(NamedTuple):
 Round = Sequence[Span]
 
 
-def measured(
+def measure_rounds(
     model: nn.Module, blocks: Blocks, sample: Inputs, device: torch.device, pick: Pick, *, timeout: float = 1.0
 ) -> list[Round]:
     """Return rounds of forward and backward on a copy of ``model``, in training mode, for about ``timeout`` seconds.
@@ -63,7 +63,7 @@ def measured(
     with every_generator_restored([device]), torch.inference_mode(False), torch.enable_grad(), use_device(device):
         copy = copied(model).to(device).train()
         named = dict(copy.named_modules(remove_duplicate=False))
-        inputs = Inputs(*map_tensors(partial(_moved, device), tuple(sample)))
+        inputs = Inputs(*map_tensors(partial(_move, device), tuple(sample)))
         one = partial(_round, copy, {name: named[name] for name in blocks}, inputs, Clock(), device, pick)
         one()
         began, rounds = time.perf_counter(), list[Round]()
@@ -150,5 +150,5 @@ def _backward(output: Any, numbers: Sequence[int], now: Callable[[], Any]) -> li
     return found
 
 
-def _moved(device: torch.device, tensor: Tensor) -> Tensor:
+def _move(device: torch.device, tensor: Tensor) -> Tensor:
     return tensor.detach().clone().to(device).requires_grad_(tensor.requires_grad)

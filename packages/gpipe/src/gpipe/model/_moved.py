@@ -13,7 +13,7 @@ from .._torch import saved_tensors_hooks
 from ..engine._offloaded import Offload, dtype_of_guest
 from ..values._leaves import get_tensors, version
 from ._between import Between, is_checkpoint
-from ._tree import changed
+from ._tree import map_tree
 
 
 class Places(NamedTuple):
@@ -37,7 +37,7 @@ class Places(NamedTuple):
             return False
         return tensor.device in self.devices or (bool(self.offload) and tensor.device.type == "cpu")
 
-    def moved(self, tensor: Tensor, device: torch.device) -> Tensor:
+    def move(self, tensor: Tensor, device: torch.device) -> Tensor:
         """Return ``tensor`` for an operation of a stage on ``device``. Its gradient reaches it, even in ``no_grad``."""
         with torch.enable_grad() if tensor.requires_grad else nullcontext():
             there = device if self.have(tensor) else tensor.device
@@ -60,12 +60,12 @@ class Moved:
             return tensor
         while (known := self._copies.get(id(tensor))) is not None and known[0] is tensor:
             tensor = known[1]
-        copy = self._places.moved(tensor, device)
+        copy = self._places.move(tensor, device)
         if copy is not tensor:
             self._copies[id(tensor)] = tensor, copy
         return copy
 
-    def made(self, tensor: Tensor, device: torch.device) -> Tensor:
+    def place(self, tensor: Tensor, device: torch.device) -> Tensor:
         """Return ``tensor``, which an operation on ``device`` has computed, on it. It may have set a different one."""
         return tensor.to(device) if self.is_needed and self._places.have(tensor) else tensor
 
@@ -102,7 +102,7 @@ class OnLastDevice:
                 moved.append((found, version(found)))
             return found
 
-        output = function(*changed(args, here), **changed(kwargs, here))
+        output = function(*map_tree(args, here), **map_tree(kwargs, here))
         if any(version(copy) != before for copy, before in moved):
             raise RuntimeError(
                 "a forward that was set on the pipe, or a method of the model, changes a tensor in place with values "
@@ -134,7 +134,7 @@ class OnLastDevice:
         known = self._copies.get(id(tensor))
         if known is not None and known[0] is tensor and known[1] == version(tensor):
             return known[2]
-        copy = self._places.moved(tensor, self.device)
+        copy = self._places.move(tensor, self.device)
         if isinstance(tensor, nn.Parameter):
             self._copies[id(tensor)] = tensor, version(tensor), copy
         return copy

@@ -19,13 +19,13 @@ from ..transport._transport import AnyChannel
 from ._apart import tensors_in
 from ._between import Between
 from ._blocks import Order
-from ._buffers import attributes_kept, kept, outside, restore
+from ._buffers import attributes_kept, copy_small_buffers, outside, restore
 from ._cache import without_cache
 from ._called import answered, answered_by
 from ._elsewhere import Elsewhere, undrawn
 from ._far import FarTensors
 from ._generators import every_generator_restored
-from ._tree import changed
+from ._tree import map_tree
 
 
 def find_order(model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Inputs) -> Order:
@@ -37,7 +37,7 @@ def find_order(model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Inputs
     Raises:
         RuntimeError: the forward needs values that blocks compute.
     """
-    copied = _copied(model)
+    copied = _copy_model(model)
     copies = dict(zip(model.modules(), copied.modules(), strict=True))
     found = _order_in(copied, {name: copies[block] for name, block in blocks.items()}, inputs)
     if not found.blocks:  # the forward is a function that calls modules of the model itself
@@ -46,7 +46,7 @@ def find_order(model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Inputs
     return Order(found.blocks, {originals[module]: block for module, block in found.after.items()})
 
 
-def _copied(model: nn.Module) -> nn.Module:
+def _copy_model(model: nn.Module) -> nn.Module:
     """Return a copy of ``model`` that shares the memory of its tensors; the model, if an attribute cannot be copied."""
     shared: dict[int, Any] = {id(tensor): tensor for module in model.modules() for tensor in tensors_in(module)}
     # Hooks on parameters belong to the copy as well. Subclasses have their own ways to share memory.
@@ -59,7 +59,7 @@ def _copied(model: nn.Module) -> nn.Module:
 
 
 def _order_in(model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Inputs) -> Order:
-    args, kwargs = changed(inputs.args, Tensor.detach), changed(inputs.kwargs, Tensor.detach)
+    args, kwargs = map_tree(inputs.args, Tensor.detach), map_tree(inputs.kwargs, Tensor.detach)
     dry_run = DryRun(model, blocks)
     with torch.no_grad(), _unchanged(model, blocks), without_cache(model), dry_run.watching():
         model(*args, **kwargs)
@@ -69,7 +69,7 @@ def _order_in(model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Inputs)
 @contextmanager
 def _unchanged(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Iterator[None]:
     around = outside(model, blocks.values()) if model.training else []
-    buffers = kept(buffer for module in around for buffer in module.buffers(recurse=False))
+    buffers = copy_small_buffers(buffer for module in around for buffer in module.buffers(recurse=False))
     before = is_intercepting()
     interception.prepare()
     with every_generator_restored(()):
@@ -136,7 +136,7 @@ class DryRun:
             self.called.append(name)
         self._last = name
         with self._between.off(), answered_by(None):
-            return self._tensors.made(self.elsewhere.call(name, module, function, args, kwargs), (args, kwargs))
+            return self._tensors.place_output(self.elsewhere.call(name, module, function, args, kwargs), (args, kwargs))
 
     @property
     def device(self) -> torch.device:
@@ -166,5 +166,5 @@ class DryRun:
     def parameter(self, tensor: Tensor, stage: int) -> Tensor:
         raise AssertionError("no stage is in this process")
 
-    def sent(self, tensor: Tensor, source: int, target: int, done: Any) -> Callable[[], Tensor]:
+    def send(self, tensor: Tensor, source: int, target: int, done: Any) -> Callable[[], Tensor]:
         raise AssertionError("no stage is in this process")

@@ -17,7 +17,7 @@ from torch import Tensor
 from .._current import current
 from ..values._by_tensor import ByTensor
 from ..values._leaves import version
-from ._tree import changed
+from ._tree import map_tree
 
 
 class _Owner(NamedTuple):
@@ -118,7 +118,7 @@ class Owned:
             return owner.microbatch != self._microbatch and not (is_earlier and owner.stage <= stage)
         return bool(self._microbatch) and owner.stage > stage
 
-    def altered(self) -> list[Tensor]:
+    def find_altered(self) -> list[Tensor]:
         """Return the tensors that the current operation has modified in place."""
         return [tensor for tensor, before in self._given if version(tensor) != before]
 
@@ -135,7 +135,7 @@ class Owned:
 
     def end_block(self, output: Any, stage: int) -> None:
         """Note the results of a block of ``stage``, as :meth:`end` does. They always depend on the rows."""
-        for tensor in self.altered():
+        for tensor in self.find_altered():
             for each in (tensor, tensor._base):
                 if each is not None:
                     self._owners.add(each, self._microbatch, stage, replaces=True)
@@ -147,7 +147,7 @@ class Owned:
 
         Arguments without an owner remain without one, as in ``table.to(x)``.
         """
-        changed(output, partial(self._add, stage))
+        map_tree(output, partial(self._add, stage))
 
     def _add(self, stage: int, tensor: Tensor) -> Tensor:
         if id(tensor) not in self._common and not self._is_of_model(tensor):

@@ -123,7 +123,7 @@ def _tree(module: nn.Module, held: Collection[nn.Module | None], owned: Mapping[
     return tree if tree._modules or tree._parameters or tree._buffers else None
 
 
-def emptied(parts: Sequence[nn.Module], kept: nn.Module) -> None:
+def empty_parts(parts: Sequence[nn.Module], kept: nn.Module) -> None:
     """Move ``parts`` of a model to ``meta``, except for tensors that ``kept`` shares with them."""
     found: dict[int, Tensor] = {id(tensor): tensor for tensor in (*kept.parameters(), *kept.buffers())}
     for module in (module for part in parts for module in part.modules()):

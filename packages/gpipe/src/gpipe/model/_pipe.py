@@ -127,7 +127,7 @@ class ModelPipe(InstanceOfModel, ModelStepping, GPipe, of_models=True):
             The output of the model for the full mini-batch, on the last device.
         """
         refuse_transforms()
-        return self._computed(self._shown(), as_value(args, kwargs), self.out_spec)
+        return self._compute_module(self._get_pipeline(), as_value(args, kwargs), self.out_spec)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._past.entered(self._compute) if "forward" in vars(self) else nullcontext():
@@ -144,8 +144,8 @@ class ModelPipe(InstanceOfModel, ModelStepping, GPipe, of_models=True):
         refuse_transforms()
         pipelines = self._pipelines
         if module not in pipelines:
-            pipelines[module] = self._shown().of(module)
-        return self._computed(pipelines[module], as_value(args, kwargs), None)
+            pipelines[module] = self._get_pipeline().of(module)
+        return self._compute_module(pipelines[module], as_value(args, kwargs), None)
 
     @property
     def _run_lock(self) -> RunLock:
@@ -170,7 +170,7 @@ class ModelPipe(InstanceOfModel, ModelStepping, GPipe, of_models=True):
 
         def close() -> None:
             self._workers.close()
-            self._shown().threads.close()
+            self._get_pipeline().threads.close()
 
         self._run_lock.run(close)
 

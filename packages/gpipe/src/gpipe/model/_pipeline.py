@@ -107,7 +107,7 @@ class ModelPipeline(Pipeline):
         self._run, self._facts = run if spec.replays else None, None
         return run
 
-    def shown(self) -> Facts:
+    def take_facts(self) -> Facts:
         """Return the facts from the forwards of the last run, and keep them for later forwards of the same kind."""
         if self._run is not None:
             if len(self._known) >= _MOST:  # the constants in inputs keep changing

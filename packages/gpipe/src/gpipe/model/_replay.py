@@ -25,20 +25,20 @@ from ..engine._whole_loss import WholeLoss
 from ..values._leaves import Activation, as_arguments, as_nonleaf, detach_leaves, get_tensors
 from ..values._sharing import get_marks, with_marks
 from ._between import Between
-from ._buffers import copy_dicts, give_back, kept, outside, restore
+from ._buffers import copy_dicts, copy_small_buffers, give_back, outside, restore
 from ._called import answered_by
 from ._collected import collector
 from ._drawn import Draws
 from ._elsewhere import Elsewhere
 from ._facts import Answer, Facts, Place, Shape
-from ._grad import Leaves, differentiated, through_blocks
+from ._grad import Leaves, get_grad_inputs, through_blocks
 from ._moved import Moved, Places
 from ._row_order import Entries, are_in_order, compute_numbers, get_numbered_dims
-from ._rows import Argument, are_outputs_in_order, dim_between, dim_by, joined, size_of_whole
-from ._tree import changed
+from ._rows import Argument, are_outputs_in_order, dim_between, dim_by, join_rows, size_of_whole
+from ._tree import map_tree
 
 
-def returned_itself(value: Any) -> Any:
+def return_itself(value: Any) -> Any:
     return value
 
 
@@ -75,7 +75,7 @@ class Replay:
         counts: Sequence[Sequence[int]],
         elsewhere: Elsewhere,
         devices: Sequence[torch.device],
-        get_owner: Callable[[Tensor], Tensor] = returned_itself,
+        get_owner: Callable[[Tensor], Tensor] = return_itself,
         *,
         offload: Offload = False,
     ) -> None:
@@ -95,25 +95,25 @@ class Replay:
         self._placeholders: dict[int, tuple[Tensor, Argument]] = {}
         self._draws = Draws()
         around = outside(model, blocks) if model.training else []
-        self._buffers = kept(buffer for module in around for buffer in module.buffers(recurse=False))
+        self._buffers = copy_small_buffers(buffer for module in around for buffer in module.buffers(recurse=False))
         self._held = copy_dicts(module._buffers for module in around)
         self._unjoined: RuntimeError | None = None  # for results that depend on an output of a block without values
 
-    def output(self, inputs: Any, pick: Callable[[Any], Any] = returned_itself) -> Any:
+    def output(self, inputs: Any, pick: Callable[[Any], Any] = return_itself) -> Any:
         """Return the output of the model for ``inputs``, or the part of it that ``pick`` returns.
 
         This result must not depend on random numbers drawn between blocks. Any other part of the output may.
         """
         arguments = as_arguments(inputs)
         begin = self._devices[0]
-        args, kwargs = (changed(part, lambda tensor: tensor.to(begin)) for part in (arguments.args, arguments.kwargs))
+        args, kwargs = (map_tree(part, lambda tensor: tensor.to(begin)) for part in (arguments.args, arguments.kwargs))
         self._between = Between(self)
         try:
             with answered_by(self), self._draws.watched(), self._between:
                 output = pick(self._model(*args, **kwargs))
                 with self._between.off():
                     self._stage = len(self._devices) - 1
-                    output = changed(output, self._returned)
+                    output = map_tree(output, self._return_tensor)
         finally:
             self._between.leave()  # again, in case an interrupt prevented it
             del self._between  # it refers to this object
@@ -143,7 +143,7 @@ class Replay:
             arguments = [self._argument(k, size, tensor) for k, (size, tensor) in pairs]
             of_call = partial(self._sizes, name, module, function, args, kwargs)
             leaves = [
-                self._filled_at(Place(self._calls, k), leaf, arguments, of_call)
+                self._fill_place(Place(self._calls, k), leaf, arguments, of_call)
                 if isinstance(leaf, Shape | Place)
                 else leaf
                 for k, leaf in enumerate(answer.leaves)
@@ -173,22 +173,22 @@ class Replay:
     def operate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute one of the model's own operations on the device of the current stage."""
         count, tensors = self._draws.count, list[Tensor]()
-        if any(map(self._is_before_blocks, differentiated(function, args, kwargs))):
+        if any(map(self._is_before_blocks, get_grad_inputs(function, args, kwargs))):
             raise through_blocks(type(self._model).__name__)
 
-        def looked(tensor: Tensor) -> Tensor:
+        def look(tensor: Tensor) -> Tensor:
             tensors.append(tensor)
             return self.here(tensor)
 
-        given = changed(args, looked), changed(kwargs, looked)
+        given = map_tree(args, look), map_tree(kwargs, look)
         if self._calls < len(self._answers):
             self._leaves.add(tensors)
         if any(tensor.is_meta for tensor in tensors):
             return self._without_data(function, *given)
-        output = self.made(function(*given[0], **given[1]))
+        output = self.place_output(function(*given[0], **given[1]))
         is_drawn = self._draws.count > count and self._calls < len(self._answers)
         if is_drawn or any(tensor in self._draws for tensor in tensors):
-            changed(output, lambda tensor: self._draws.add([tensor]) or tensor)  # type: ignore[func-returns-value]
+            map_tree(output, lambda tensor: self._draws.add([tensor]) or tensor)  # type: ignore[func-returns-value]
         return output
 
     def _is_before_blocks(self, tensor: Tensor) -> bool:
@@ -232,12 +232,12 @@ class Replay:
         dim = dim_between(size, tensor.shape)
         return Argument(size, dim, self._is_in_order(number, dim, tensor))
 
-    def _filled_at(self, place: Place, leaf: Shape | Place, arguments: Sequence[Argument], of_call: Sizes) -> Tensor:
+    def _fill_place(self, place: Place, leaf: Shape | Place, arguments: Sequence[Argument], of_call: Sizes) -> Tensor:
         """Return the tensor for the full mini-batch, or a placeholder if the model does not use it."""
         if isinstance(leaf, Place):
             return self._filled[leaf]
         if place in self._used:
-            found = self._joined(self._used.pop(place), place, arguments, of_call)
+            found = self._join(self._used.pop(place), place, arguments, of_call)
         else:
             found = torch.zeros((), dtype=leaf.dtype).expand(leaf.size)
             argument = Argument(leaf.size, dim_by(arguments, leaf.size), are_outputs_in_order(arguments))
@@ -251,13 +251,13 @@ class Replay:
         with answered_by(None):
             return self._elsewhere.sizes(name, module, function, *given)
 
-    def _joined(
+    def _join(
         self, parts: Sequence[Tensor | None], place: Place, arguments: Sequence[Argument], of_call: Sizes
     ) -> Tensor:
         tensors, block = [part for part in parts if part is not None], self._answers[place.call].block
         if len(tensors) < len(parts):
             raise RuntimeError(f"the model uses an output of block {block!r} for some micro-batches only; {_SAME}")
-        found = tensors[0] if len(tensors) == 1 else joined(tensors, self._counts, arguments)
+        found = tensors[0] if len(tensors) == 1 else join_rows(tensors, self._counts, arguments)
         if found is not None:
             return found
         size = size_of_whole([tensor.shape for tensor in tensors], arguments) or of_call().get(place.leaf)
@@ -280,13 +280,13 @@ class Replay:
         tensor = self._get_owner(tensor) if tensor.is_leaf else tensor
         return self._moved.here(tensor, self.device)
 
-    def made(self, output: Any) -> Any:
+    def place_output(self, output: Any) -> Any:
         """Move the output of an operation to the current stage's device. The operation may have set a different one."""
         return (
-            changed(output, lambda tensor: self._moved.made(tensor, self.device)) if self._moved.is_needed else output
+            map_tree(output, lambda tensor: self._moved.place(tensor, self.device)) if self._moved.is_needed else output
         )
 
-    def _returned(self, tensor: Tensor) -> Tensor:
+    def _return_tensor(self, tensor: Tensor) -> Tensor:
         if tensor in self._draws:
             raise self._random("torch")
         if tensor.is_meta and self._unjoined is not None:
@@ -329,7 +329,7 @@ def _other(model: nn.Module, calls: int, known: int) -> RuntimeError:
     )
 
 
-def ordered(output: Any, devices: Collection[torch.device]) -> Any:
+def order_backward(output: Any, devices: Collection[torch.device]) -> Any:
     """Return ``output`` behind a node, whose backward makes the streams of this call wait for the caller's streams.
 
     Autograd lets only the device of the output wait. But on a different device the caller may just have zeroed the
@@ -346,7 +346,7 @@ def ordered(output: Any, devices: Collection[torch.device]) -> Any:
 
     found = {id(tensor): tensor for tensor in Activation(output).tensors if tensor.requires_grad}
     fresh = dict(zip(found, attach(backward, [*found.values()], [*found.values()]), strict=True))
-    return changed(output, lambda tensor: fresh.get(id(tensor), tensor))
+    return map_tree(output, lambda tensor: fresh.get(id(tensor), tensor))
 
 
 class ReplayedLoss(WholeLoss):

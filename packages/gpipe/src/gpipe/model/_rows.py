@@ -76,7 +76,7 @@ def list_row_counts(batches: Sequence[Batch], inputs: Any) -> list[Sequence[int]
     return [*found]
 
 
-def joined(parts: Sequence[Tensor], counts: Sequence[Sequence[int]], arguments: Sequence[Argument]) -> Tensor | None:
+def join_rows(parts: Sequence[Tensor], counts: Sequence[Sequence[int]], arguments: Sequence[Argument]) -> Tensor | None:
     """Join an output of a block for micro-batches.
 
     Args:

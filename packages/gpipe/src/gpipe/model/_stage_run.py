@@ -28,7 +28,7 @@ from ..transport._transport import AnyChannel, Transport
 from ..values._leaves import Activation, storage_id
 from ._buffers import Held, outside
 from ._cache import without_cache
-from ._facts import Facts, get_kind, joined_facts
+from ._facts import Facts, get_kind, join_facts
 from ._fixed import Fixed
 from ._forward import Forward
 from ._generators import Drawing, Numbers
@@ -182,7 +182,7 @@ class ModelRun(StageRuns):
     @property
     def facts(self) -> Facts:
         """The combined facts from the forwards of this run."""
-        return joined_facts(self._shown, type(self.model).__name__)
+        return join_facts(self._shown, type(self.model).__name__)
 
     def block(self, stage: int, microbatch: int, module: nn.Module) -> Block | None:
         """Return the object that recomputes ``module``, or None if this micro-batch is not checkpointed."""
@@ -252,7 +252,7 @@ class ModelRun(StageRuns):
         """Return ``tensor``, or a clone if it is a view of a loaded parameter, whose memory will be freed."""
         return tensor.clone() if storage_id(tensor) in self._storages else tensor
 
-    def sent(self, tensor: Tensor, source: int, target: int, done: Any) -> Callable[[], Tensor]:
+    def send(self, tensor: Tensor, source: int, target: int, done: Any) -> Callable[[], Tensor]:
         """Send ``tensor`` to ``target``. Return a function that receives it there, as a leaf."""
         forth = self._between(source, target)[0]
         if forth is None:
@@ -260,7 +260,7 @@ class ModelRun(StageRuns):
         parcel = forth.send(Activation(tensor), after=done)
         return lambda: forth.receive(parcel).tensors[0]  # type: ignore[union-attr]
 
-    def returned(self, gradient: Tensor, source: int, target: int) -> Callable[[], Tensor]:
+    def send_back(self, gradient: Tensor, source: int, target: int) -> Callable[[], Tensor]:
         """Send a gradient from ``source`` back to ``target``. Return a function that receives it there."""
         back = self._between(target, source)[1]
         if back is None:
@@ -297,7 +297,7 @@ class ModelStageRun(StageRun):
         self._checkpoint_stop = self._late_losses = 0
 
     def forward(self, i: int) -> None:
-        inputs = self._arrived(i)
+        inputs = self._receive_inputs(i)
         forward = self._run.forward(i, inputs)
         self._cells[i] = cell = Cell(inputs)
         turn = forward.go_on(self.stage.index, self._collecting(i))
@@ -308,7 +308,7 @@ class ModelStageRun(StageRun):
         sent = Activation(())
         if self._is_last:
             self._run.learn(forward)
-            cell.outputs = self._taken(forward)
+            cell.outputs = self._take_output(forward)
             sent = self._detach_outputs(cell.inputs, cell.outputs, [])
             del self._run.forwards[i]
         self._end_forward(i)
@@ -316,11 +316,11 @@ class ModelStageRun(StageRun):
             del self._turns[i]
         self._send(i, sent)
 
-    def _arrived(self, i: int) -> Activation:
+    def _receive_inputs(self, i: int) -> Activation:
         """Return the inputs of the model in the turn of the first stage, or wait for the previous stage."""
         return self._arrival.get_values(i)
 
-    def _taken(self, forward: Forward) -> Activation:
+    def _take_output(self, forward: Forward) -> Activation:
         """Return the output of the model, and the outputs of blocks that a replay uses, from a complete forward."""
         output, found = forward.take()
         used = {" ".join(map(str, key)): found[key] for key in sorted(found)}
@@ -337,17 +337,17 @@ class ModelStageRun(StageRun):
             super().loss(i)
 
     def backward(self, i: int) -> None:
-        seeds = self._prepared(i)
+        seeds = self._prepare_backward(i)
         gradients = backward(self._cells[i], seeds, self._sums)
         self._forget(i)
         self._left_backwards -= 1
         self._deliver(i, gradients)
 
     def backward_input(self, i: int) -> None:
-        seeds = self._prepared(i)
+        seeds = self._prepare_backward(i)
         self._deliver(i, backward_input(self._cells[i], seeds, self._sums, self.stage))
 
-    def _prepared(self, i: int) -> list[Tensor | None]:
+    def _prepare_backward(self, i: int) -> list[Tensor | None]:
         """Add the tensors that later stages used to the outputs of a cell. Return the gradients of all outputs."""
         cell, turn = self._cells[i], self._turns[i][self.stage.index]
         seeds = list(self._seeds(i))
@@ -381,7 +381,7 @@ class ModelStageRun(StageRun):
             return
         for leaf, gradient in zip(leaves, gradients, strict=True):
             if gradient is not None:
-                arrives = self._run.returned(gradient, j, leaf.home)
+                arrives = self._run.send_back(gradient, j, leaf.home)
                 turns[leaf.home].gradients.setdefault(id(leaf.tensor), []).append(arrives)
         self._arrival.put_gradients(i, [])
 

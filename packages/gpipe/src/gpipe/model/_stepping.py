@@ -35,7 +35,7 @@ from ._documents import Packed, are_apart, cut_between, find_pieces, mean_of_row
 from ._entries import with_entries
 from ._pick import Pick
 from ._pipeline import ModelPipeline
-from ._replay import Replay, ReplayedLoss, depends_on_others, get_used_tensors, ordered, returned_itself
+from ._replay import Replay, ReplayedLoss, depends_on_others, get_used_tensors, order_backward, return_itself
 from ._rows import list_row_counts
 
 Pipe = TypeVar("Pipe", bound="ModelStepping")
@@ -83,16 +83,16 @@ class ModelStepping(Stepping):
         assert model is not None
         return model
 
-    def _shown(self) -> ModelPipeline:
+    def _get_pipeline(self) -> ModelPipeline:
         assert isinstance(self._pipeline, ModelPipeline)
         return self._pipeline
 
-    def _computed(self, pipeline: ModelPipeline, inputs: Any, out_spec: Any) -> Any:
+    def _compute_module(self, pipeline: ModelPipeline, inputs: Any, out_spec: Any) -> Any:
         """Return the output, for the full mini-batch, of the module that ``pipeline`` computes."""
         return in_one_operation(self._output, pipeline, inputs, out_spec)
 
     def _output(self, pipeline: ModelPipeline, inputs: Any, out_spec: Any) -> Any:
-        given = self._checked(inputs)
+        given = self._check_inputs(inputs)
         batches, versions = self._cut(given, pipeline.divided.model)
         self._warn_of_batch(len(batches))
 
@@ -111,25 +111,25 @@ class ModelStepping(Stepping):
         """Return the output of a module for the full mini-batch, from the outputs of a run."""
         used = get_used_tensors(outputs).value
         with pipeline.divided.answering(), without_cache(self._whole_model):
-            return ordered(self._replayed(pipeline, used, batches, inputs), {*self._devices})
+            return order_backward(self._replay(pipeline, used, batches, inputs), {*self._devices})
 
     @property
     def _places(self) -> list[torch.device]:
         """The device of each stage, in all processes."""
         return self._devices
 
-    def _replayed(
+    def _replay(
         self,
         pipeline: ModelPipeline,
         used: Any,
         batches: Sequence[Batch],
         inputs: Any,
-        get_owner: Callable[[Tensor], Tensor] = returned_itself,
-        pick: Callable[[Any], Any] = returned_itself,
+        get_owner: Callable[[Tensor], Tensor] = return_itself,
+        pick: Callable[[Any], Any] = return_itself,
     ) -> Any:
         """Return the output of a module for the full mini-batch, computed from the outputs of blocks that it uses."""
         try:
-            facts, counts = pipeline.shown(), list_row_counts(batches, inputs)
+            facts, counts = pipeline.take_facts(), list_row_counts(batches, inputs)
             model, others = pipeline.divided.model, pipeline.divided.stages_of_others
             replay = Replay(
                 model,
@@ -164,14 +164,14 @@ class ModelStepping(Stepping):
     def _cut_for_loss(self, asked: Asked) -> Asked:
         if asked.call.reduction == "mean" and find_pieces(self.in_spec, unwrap(asked.inputs)[0], self._chunks):
             raise mean_of_row()
-        conventions, kind = self._shown().conventions, self._kind_of_loss(asked)
+        conventions, kind = self._get_pipeline().conventions, self._kind_of_loss(asked)
         if not (kind in conventions or is_left_open(asked.schedule) or asked.schedule == "fill_drain"):
             self._try_out(kind, asked.inputs)
         convention = conventions[kind]
-        batches, _ = self._cut(self._checked(asked.inputs, convention))
+        batches, _ = self._cut(self._check_inputs(asked.inputs, convention))
         return asked._replace(batches=batches, kind=kind, adds=convention is not None)
 
-    def _checked(self, inputs: Any, convention: Convention | None = None) -> Checked:
+    def _check_inputs(self, inputs: Any, convention: Convention | None = None) -> Checked:
         """Check that ``inputs`` can be split. Each micro-batch receives the number of items of the full mini-batch."""
         if self._cuts_by_name:
             named = self.in_spec if isinstance(self.in_spec, Mapping) else ()
@@ -188,18 +188,18 @@ class ModelStepping(Stepping):
         pieces = find_pieces(self.in_spec, bare, self._chunks)
         if pieces is not None and not are_apart(pieces, Inputs.of(bare).kwargs.get("labels")):
             return None
-        if (spec is not None or self.in_spec is not None) and not are_cut_by_rows(self._checked(asked.inputs)):
+        if (spec is not None or self.in_spec is not None) and not are_cut_by_rows(self._check_inputs(asked.inputs)):
             return None
-        return self._shown().conventions.find_kind(bare)
+        return self._get_pipeline().conventions.find_kind(bare)
 
     def _try_out(self, kind: Any, inputs: Any) -> None:
         """Test before the first step how the model computes a loss, using a forward of the first micro-batch."""
-        pipeline = self._shown()
+        pipeline = self._get_pipeline()
         with torch.no_grad(), unchanged(self._whole_model, self._devices):
-            batches, versions = self._cut(self._checked(inputs))
+            batches, versions = self._cut(self._check_inputs(inputs))
             spec = pipeline.spec(self._size(1, trains=False))
             compute_outputs(pipeline, spec._replace(replays=True), batches[:1], versions)
-        pipeline.conventions.learn(kind, pipeline.shown(), batches[0])
+        pipeline.conventions.learn(kind, pipeline.take_facts(), batches[0])
 
     def _computes_loss(self, asked: Asked) -> str | None:
         return type(self._whole_model).__name__ if asked.call.loss_fn is None else None
@@ -209,16 +209,16 @@ class ModelStepping(Stepping):
             return super()._losses(asked, scope, whole=whole)
         call, batches = asked.call, asked.batches
         picks = call.loss_fn is None and not call.return_outputs
-        loss_fn = returned_itself if picks else call.loss_fn or own_loss
-        pick = own_loss if picks else returned_itself
+        loss_fn = return_itself if picks else call.loss_fn or own_loss
+        pick = own_loss if picks else return_itself
         arguments = whole_arguments(call, self._devices[-1])
-        if asked.kind in self._shown().conventions:
+        if asked.kind in self._get_pipeline().conventions:
             self._warn_of_whole(asked)
-        inputs = self._checked(asked.inputs).bare
+        inputs = self._check_inputs(asked.inputs).bare
         kept: dict[int, Activation] = {}
 
         def loss(used: Any, inputs: Any, get_owner: Callable[[Tensor], Tensor], *others: Any) -> Any:
-            output = self._replayed(self._shown(), used, batches, inputs, get_owner, pick)
+            output = self._replay(self._get_pipeline(), used, batches, inputs, get_owner, pick)
             if call.return_outputs:  # a copy, because loss_fn may modify it
                 kept[0] = Activation(map_tensors(lambda tensor: tensor.detach().clone(), output))
             try:
@@ -233,7 +233,7 @@ class ModelStepping(Stepping):
 
         unlike = None if call.reduction is None else self._unlike(asked)
         weight = 1.0 / call.divisor
-        learn = partial(self._learned, asked)
+        learn = partial(self._learn_convention, asked)
         losses = ReplayedLoss(loss, inputs, arguments, get_used_tensors, weight=weight, unlike=unlike, learn=learn)
         losses.outputs = kept
         return losses
@@ -246,11 +246,11 @@ class ModelStepping(Stepping):
         found = super()._build_result(prepared, call._replace(return_outputs=False))
         return *(found if isinstance(found, tuple) else (found,)), losses.outputs[0].value
 
-    def _learned(self, asked: Asked) -> Convention | None:
+    def _learn_convention(self, asked: Asked) -> Convention | None:
         """Test after the first step of a kind how the model computes its loss, for later steps."""
-        pipeline = self._shown()
+        pipeline = self._get_pipeline()
         if asked.kind not in pipeline.conventions:
-            pipeline.conventions.learn(asked.kind, pipeline.shown(), asked.batches[0])
+            pipeline.conventions.learn(asked.kind, pipeline.take_facts(), asked.batches[0])
             if pipeline.conventions[asked.kind] is None:
                 self._warn_of_whole(asked)
         return pipeline.conventions[asked.kind]

@@ -17,7 +17,7 @@ from .._torch import next_sequence_number
 from ..engine._block import BlockForward
 from ..transport._copy import StagePlace
 from ..values._leaves import AsNonleaf, storage_id, version
-from ._tree import changed
+from ._tree import map_tree
 
 
 class Moves(Protocol):
@@ -44,7 +44,7 @@ class Moves(Protocol):
     def parameter(self, tensor: Tensor, stage: int) -> Tensor:
         """Return a parameter or buffer of the model for an operation of ``stage``."""
 
-    def sent(self, tensor: Tensor, source: int, target: int, done: AbstractEvent | None) -> Callable[[], Tensor]:
+    def send(self, tensor: Tensor, source: int, target: int, done: AbstractEvent | None) -> Callable[[], Tensor]:
         """Send ``tensor`` to ``target``. Return a function that receives it there, as a leaf."""
 
 
@@ -137,7 +137,7 @@ class Tensors:
         self._limits.append(next_sequence_number())
         if self._moves.copies:
             self.turn.done = record_event(self._moves.places[self.stage][1])
-            changed(arguments, partial(self._send_ahead, stage))
+            map_tree(arguments, partial(self._send_ahead, stage))
 
     def finish(self) -> None:
         """End the last turn."""
@@ -149,7 +149,7 @@ class Tensors:
 
     def arguments(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments of a block of this stage."""
-        found = changed(args, self.here), changed(kwargs, self.here)
+        found = map_tree(args, self.here), map_tree(kwargs, self.here)
         self._ahead.clear()
         return found
 
@@ -168,22 +168,22 @@ class Tensors:
 
     def compute(self, function: Callable[..., Any], args: Any, kwargs: Any, here: Callable[[Tensor], Tensor]) -> Any:
         """Compute an operation with the tensors that ``here`` returns, and that are on this stage."""
-        looked = changed(args, here)
-        return self.made(function(*looked, **(changed(kwargs, here) if kwargs else kwargs)))
+        looked = map_tree(args, here)
+        return self.place_output(function(*looked, **(map_tree(kwargs, here) if kwargs else kwargs)))
 
     def expect_present(self, name: str, stage: int) -> None:
         """Expect that this stage can compute the block ``name`` of an earlier ``stage``."""
 
-    def made(self, output: Any, given: Any = ()) -> Any:
+    def place_output(self, output: Any, given: Any = ()) -> Any:
         """Return an output, computed from ``given``, on this stage's device. An operation may have set a different one.
 
         The output is moved right away, because in-place changes would be lost in a copy for a single operation.
         """
         if self._moves.offloads:
-            output = changed(output, self._moves.own)
-        return changed(output, self._moved) if self._moves.copies else output
+            output = map_tree(output, self._moves.own)
+        return map_tree(output, self._move) if self._moves.copies else output
 
-    def given(self, leaf: Tensor) -> Tensor:
+    def take_input(self, leaf: Tensor) -> Tensor:
         """Return the tensor that the model uses for ``leaf``, one of its inputs."""
         return self.entering(leaf)
 
@@ -209,7 +209,7 @@ class Tensors:
                 if between is not None and between.alias._version != between.version:
                     return self._leaf(between.alias, j)
             self._expect_no_view_changed(tensor, home)
-            leaf = self._received(tensor, home)
+            leaf = self._receive(tensor, home)
             alias = self.entering(leaf)
             found = leaves[id(tensor)] = Leaf(tensor, home, leaf, alias, alias._version)
             self.turns[home].sent[id(tensor)] = tensor
@@ -226,7 +226,7 @@ class Tensors:
                         f"{tuple(tensor.shape)}, whose gradient would be wrong; let it change a clone"
                     )
 
-    def _moved(self, tensor: Tensor) -> Tensor:
+    def _move(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._moves.places[self.stage][0]) if self._is_elsewhere(tensor) else tensor
 
     def _is_elsewhere(self, tensor: Tensor) -> bool:
@@ -248,7 +248,7 @@ class Tensors:
             return tensor
         places = self._moves.places
         home = max((j for j in range(self.stage) if places[j][0] == tensor.device), default=None)
-        copy = self._moved(tensor) if home is None else self._received(tensor, home)
+        copy = self._move(tensor) if home is None else self._receive(tensor, home)
         self._copies[id(tensor)] = Copied(tensor, version(tensor), copy, version(copy), self.stage)
         return copy
 
@@ -260,9 +260,9 @@ class Tensors:
         else:
             is_own = id(tensor) not in self._copies and not self._moves.is_of_model(tensor)
         if is_own and tensor.device == here != there and id(tensor) not in self._ahead:
-            self._ahead[id(tensor)] = self._moves.sent(tensor, self.stage, stage, self.turn.done)
+            self._ahead[id(tensor)] = self._moves.send(tensor, self.stage, stage, self.turn.done)
         return tensor
 
-    def _received(self, tensor: Tensor, home: int) -> Tensor:
+    def _receive(self, tensor: Tensor, home: int) -> Tensor:
         sent = self._ahead.pop(id(tensor), None)
-        return (sent or self._moves.sent(tensor, home, self.stage, self.turns[home].done))()
+        return (sent or self._moves.send(tensor, home, self.stage, self.turns[home].done))()

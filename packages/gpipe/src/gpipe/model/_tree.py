@@ -14,20 +14,20 @@ from ..values._constants import is_constant
 Change = Callable[[Tensor], Tensor]
 
 
-def changed(value: Any, change: Change) -> Any:
+def map_tree(value: Any, change: Change) -> Any:
     """Return ``value`` with each tensor replaced by ``change(tensor)``, or ``value`` itself if all stay the same."""
     if isinstance(value, Tensor):
         return change(value)
     kind = type(value)
     if kind is tuple or kind is list:
-        found = [changed(each, change) for each in value]
+        found = [map_tree(each, change) for each in value]
         return value if _are_same(found, value) else kind(found)
     if kind is dict:
-        found = [changed(each, change) for each in value.values()]
+        found = [map_tree(each, change) for each in value.values()]
         return value if _are_same(found, value.values()) else dict(zip(value, found, strict=True))
     if kind is slice:
         parts = (value.start, value.stop, value.step)
-        found = [changed(each, change) for each in parts]
+        found = [map_tree(each, change) for each in parts]
         return value if _are_same(found, parts) else slice(*found)
     if is_constant(value):
         return value

@@ -69,7 +69,7 @@ class Uses:
         self._inputs = [(each, version(each)) for each in found]
         return found
 
-    def called_with(self, tensors: Sequence[Tensor]) -> None:
+    def record_orders(self, tensors: Sequence[Tensor]) -> None:
         """Record numbers that show the order of the rows in the arguments of the next call.
 
         If the forward is known, this is done only for arguments whose sizes no earlier call had.
@@ -149,7 +149,7 @@ class Uses:
         self._written[alias] = block
         return alias
 
-    def collected(self) -> dict[Place, Tensor]:
+    def collect(self) -> dict[Place, Tensor]:
         """Return the used tensors on the current stage. No uses are recorded afterwards."""
         self.changes_inputs = any(version(each) != before for each, before in self._inputs)
         if self.changes_inputs and self._known is not None and not self._known.changes_inputs:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ..values._leaves import get_tensors
-from ._tree import changed
+from ._tree import map_tree
 
 _Container = list[Any] | MutableMapping[Any, Any]
 _Entries = list[tuple[Any, Any]]
@@ -71,7 +71,7 @@ class Written:
 
 
 def _put(value: Any, put: Callable[[Tensor], Tensor]) -> Any:
-    return changed(value, put) if get_tensors(value) else value
+    return map_tree(value, put) if get_tensors(value) else value
 
 
 def _entries(container: _Container) -> _Entries:
