@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpipe._page import escaped
+from gpipe._page import escape_xml
 
 INK, FAINT, PAPER, GROUND, RULE = "#1f2937", "#667085", "#ffffff", "#eef0f3", "#d0d5dd"
 FORWARD, BACKWARD = "#7fb0f2", "#6fc793"
@@ -23,7 +23,7 @@ def rect(x: float, y: float, width: float, height: float, fill: str, title: str 
     Returns:
         The element.
     """
-    inside = f"<title>{escaped(title)}</title>" if title else ""
+    inside = f"<title>{escape_xml(title)}</title>" if title else ""
     return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{fill}">{inside}</rect>'
 
 
@@ -56,5 +56,5 @@ def text(
     rotate = f' transform="rotate({turn} {x:.1f} {y:.1f})"' if turn else ""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" fill="{color}"{weight}{rotate}>'
-        f"{escaped(words)}</text>"
+        f"{escape_xml(words)}</text>"
     )

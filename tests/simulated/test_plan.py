@@ -10,18 +10,18 @@ import torch
 from torch import nn
 
 import gpipe
-from gpipe._plan._links import measured_host_bandwidth, measured_links
+from gpipe._plan._links import measure_host_bandwidth, measure_links
 
 from .accelerator import DEVICES, device, library, limited
 
 
 def test_links_are_measured():
     devices = [device(k) for k in range(DEVICES)]
-    links = measured_links(devices)
+    links = measure_links(devices)
     assert all(links[k][k](10**9) == 0 for k in range(DEVICES))
     assert all(0 < links[i][j].bandwidth < math.inf for i, j in permutations(range(DEVICES), 2))
     assert all(links[i][j] == links[j][i] for i, j in permutations(range(DEVICES), 2))
-    assert 0 < measured_host_bandwidth(devices) < math.inf
+    assert 0 < measure_host_bandwidth(devices) < math.inf
 
 
 def test_a_plan_is_built_and_trains():

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gpipe._plan._arguments import MODES, SCHEDULES, placed
+from gpipe._plan._arguments import MODES, SCHEDULES, list_placements
 from gpipe._plan._candidate import Candidate, SearchSpace, build_candidate
 from gpipe._plan._costs import Measured
 from gpipe.simulate import Link
@@ -90,7 +90,7 @@ def space_of(measured: Measured, memory: int | None = None) -> SearchSpace:
 def looped(space: SearchSpace) -> list[SearchSpace]:
     """Return the same model on these devices, with two stages on each."""
     measured, (link, *_) = space.measured, space.measured.links[1:] or [Link()]
-    placements = placed(SCHEDULES, measured.devices, measured.layers)
+    placements = list_placements(SCHEDULES, measured.devices, measured.layers)
     return [
         replace(
             space, measured=replace(measured, placement=placement, links=links_of(placement, link)), schedules=names

@@ -44,11 +44,11 @@ def test_nested_backwards_have_different_ids():
 
 def test_a_graph_is_another_user_of_a_parameter():
     parameter = nn.Parameter(torch.ones(2))
-    assert not _torch.used_by_graphs([parameter])
+    assert not _torch.find_used_by_graphs([parameter])
     graph = parameter * 2
-    assert _torch.used_by_graphs([parameter])
+    assert _torch.find_used_by_graphs([parameter])
     del graph
-    assert not _torch.used_by_graphs([parameter])
+    assert not _torch.find_used_by_graphs([parameter])
 
 
 def test_operations_that_consist_of_others_are_known():

@@ -143,17 +143,17 @@ class DeferredBatchNorm(_BatchNorm):
         for each in module.modules():
             if is_replaced(each):
                 _expect_plain(each)
-        return cast(Module, cls._converted(module, chunks))
+        return cast(Module, cls._convert(module, chunks))
 
     @classmethod
-    def _converted(cls, module: nn.Module, chunks: int) -> nn.Module:
+    def _convert(cls, module: nn.Module, chunks: int) -> nn.Module:
         if isinstance(module, DeferredBatchNorm):
             module.chunks = chunks
             return module
         if is_replaced(module):
             return cls._like(cast(_BatchNorm, module), chunks)
         for name, child in module.named_children():
-            module._modules[name] = cls._converted(child, chunks)
+            module._modules[name] = cls._convert(child, chunks)
         return module
 
     @classmethod

@@ -71,14 +71,14 @@ class Chooser:
             self.last = build_own_choice(schedule)
             return schedule, None
         name = schedule.lower()
-        self.last = self._decided(name, batches, size) if name in (*MEASURED, *SPLITTING) else Choice(name)
+        self.last = self._decide(name, batches, size) if name in (*MEASURED, *SPLITTING) else Choice(name)
         return self.last.schedule or self.last, self._planned and self._planned[0]
 
     def learn(self) -> None:
         """Note that the planned step has run. Its times are read later, because a GPU may not have finished yet."""
         self._unread = self._unread if self._planned is None else self._planned
 
-    def _decided(self, name: str, batches: Sequence[Batch], size: Size) -> Choice:
+    def _decide(self, name: str, batches: Sequence[Batch], size: Size) -> Choice:
         self._read()
         trained = [s.index for s in self._stages if any(p.requires_grad for p in s.module.parameters())]
         # The first stage whose input needs a gradient. No stage waits for the input gradients of earlier ones.

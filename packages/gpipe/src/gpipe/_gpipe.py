@@ -154,7 +154,7 @@ class GPipe(Stepping):
             expect_sequential(module)
             assert isinstance(module, nn.Sequential)
             if balance is None:
-                balance = _measured_balance(module, devices, sample)
+                balance = _compute_balance(module, devices, sample)
             sizes = check_balance(balance, len(module))
             places = check_places(devices, len(sizes))
             verify_skippables(module)
@@ -320,7 +320,7 @@ class GPipe(Stepping):
 
     def __repr__(self) -> str:
         blocks = (
-            f"  ({j}) on {device}: {indented(repr(partition))}"
+            f"  ({j}) on {device}: {indent(repr(partition))}"
             for j, (device, partition) in enumerate(zip(self._devices, self._partitions, strict=True))
         )
         return "\n".join([f"GPipe({self.extra_repr()}", *blocks, ")"])
@@ -409,7 +409,7 @@ class GPipe(Stepping):
         return nn.Sequential(layers) if self._model is None else Flattened(layers).of(self._model)
 
 
-def _measured_balance(module: nn.Sequential, devices: Iterable[Device] | None, sample: Any) -> list[int]:
+def _compute_balance(module: nn.Sequential, devices: Iterable[Device] | None, sample: Any) -> list[int]:
     if sample is None:
         raise BalanceError(recommend_auto_balance("balance is required: how many layers each partition gets"))
     from .balance import balance_by_parameters, balance_by_time  # imports the profiler, which most pipes do not need
@@ -424,5 +424,5 @@ _OF_THIS_PROCESS = ("_pipeline", "_chooser", "_copy_streams", "_workers", "_laid
 _PARTITION_KEY = re.compile(r"^partitions\.\d+\.")
 
 
-def indented(text: str) -> str:
+def indent(text: str) -> str:
     return text.replace("\n", "\n  ")

@@ -18,10 +18,10 @@ _STYLE = """
 _FORBIDDEN = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def escaped(text: str) -> str:
+def escape_xml(text: str) -> str:
     """Escape text for an element or an attribute, and replace characters that XML does not allow.
 
-    >>> escaped('a < "b"')
+    >>> escape_xml('a < "b"')
     'a &lt; &quot;b&quot;'
     """
     return escape(_FORBIDDEN.sub("\N{REPLACEMENT CHARACTER}", text))
@@ -34,7 +34,7 @@ def fragment(text: str, picture: str = "") -> str:
         text: the report as plain text, which is escaped.
         picture: an SVG to show below the text.
     """
-    shown = f"<pre>{escaped(text)}</pre>" if text else ""
+    shown = f"<pre>{escape_xml(text)}</pre>" if text else ""
     below = f"<div>{picture}</div>" if picture else ""
     return f'<div class="gpipe-report"><style>{_STYLE}</style>{shown}{below}</div>'
 
@@ -43,7 +43,7 @@ def page(title: str, text: str, picture: str = "") -> str:
     """Return the same as a complete HTML document with a title."""
     return (
         '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
-        f"<title>{escaped(title)}</title>\n{fragment(text, picture)}\n</html>\n"
+        f"<title>{escape_xml(title)}</title>\n{fragment(text, picture)}\n</html>\n"
     )
 
 

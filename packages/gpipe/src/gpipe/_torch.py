@@ -47,7 +47,7 @@ no_dispatch_modes: Any = torch._C._DisableTorchDispatch
 their copies on the host."""
 
 
-def used_by_graphs(parameters: Iterable[Tensor]) -> list[Tensor]:
+def find_used_by_graphs(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Return the parameters that are also referenced from C++, such as by a graph.
 
     Without it: every run would look up the node of every parameter.
@@ -165,7 +165,7 @@ def route_attention(read: Callable[[int], Any], write: Callable[[int, Any], None
         setattr(torch._C, setter, partial(write, k))
 
 
-def parametrized_cache() -> tuple[Any, Any]:
+def get_parametrize_cache() -> tuple[Any, Any]:
     """Return how many callers are inside ``parametrize.cached()``, and the tensors cached for them."""
     return parametrize._cache_enabled, parametrize._cache
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from gpipe._torch import parametrized_cache
+from gpipe._torch import get_parametrize_cache
 from gpipe.checkpoint import _parametrized
 
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_interrupted_end_restores_cache(monkeypatch: pytest.MonkeyPatch, is_late: bool) -> None:
-    process, original, before = _parametrized._Process(), _parametrized.set_parametrized_cache, parametrized_cache()
+    process, original, before = _parametrized._Process(), _parametrized.set_parametrized_cache, get_parametrize_cache()
     interrupts = [KeyboardInterrupt()]
 
     def restore(count: object, cache: object) -> None:
@@ -25,8 +25,8 @@ def test_interrupted_end_restores_cache(monkeypatch: pytest.MonkeyPatch, is_late
     with pytest.raises(KeyboardInterrupt), process.replaced():
         pass
     assert not interrupts
-    assert parametrized_cache() == before
+    assert get_parametrize_cache() == before
     assert not process._users
     with process.replaced():
-        assert parametrized_cache() == (process, process)
-    assert parametrized_cache() == before
+        assert get_parametrize_cache() == (process, process)
+    assert get_parametrize_cache() == before

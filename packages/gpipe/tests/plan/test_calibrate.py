@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe._plan._calibrate import CLOSE, calibrated
+from gpipe._plan._calibrate import CLOSE, try_candidates
 from gpipe._plan._candidate import Candidate
 from gpipe._plan._costs import Measured
 from gpipe._plan._search import search
@@ -38,7 +38,7 @@ def test_fastest_of_the_tried_candidates_is_chosen(measured: Measured, seed: int
     if not ways[0].fits(space.memory):
         return
     tried = steps_off_by(seed, share, log)
-    found, spread, note = calibrated(
+    found, spread, note = try_candidates(
         lambda candidate: candidate.fits(space.memory), ways, tried, lambda candidate: candidate
     )
     took = {name: median(tried(candidate)) for name, candidate in log.items()}

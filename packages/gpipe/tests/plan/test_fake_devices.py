@@ -25,7 +25,7 @@ from gpipe._plan._host import Host
 from gpipe._plan._links import LINK
 from gpipe._plan._request import read_placements, read_places
 from gpipe._plan._search import NEAR, search
-from gpipe._plan._speeds import at_full_speed, measured_speeds
+from gpipe._plan._speeds import at_full_speed, measure_speeds
 from gpipe.distributed import Rank
 from gpipe.simulate import Link
 
@@ -226,7 +226,7 @@ def test_speeds_of_different_gpus_are_measured(speeds: list[float]) -> None:
         mock.patch.object(_speeds, "_kind", side_effect=lambda device: f"GPU {speeds[device.index]}"),
         mock.patch.object(_speeds, "_seconds", side_effect=lambda device, dtype: 3 / speeds[device.index]),
     ):
-        assert measured_speeds(devices, nn.Linear(2, 2)) == pytest.approx(speeds)
+        assert measure_speeds(devices, nn.Linear(2, 2)) == pytest.approx(speeds)
     profile = profile_of([(1e-3, 1, 1, 1)] * 4)
     found = at_full_speed(profile, [1.0, 1.0, *speeds])
     expected = [layer.seconds * speed for layer, speed in zip(profile, [1.0, 1.0, *speeds], strict=True)]

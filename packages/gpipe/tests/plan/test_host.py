@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import gpipe
 from gpipe import Infeasible, Plan, plan
 from gpipe._plan import _arguments
-from gpipe._plan._arguments import placed, read_modes
+from gpipe._plan._arguments import list_placements, read_modes
 from gpipe._plan._bytes import DeviceBytes, in_flight_peaks
 from gpipe._plan._costs import Measured
-from gpipe._plan._host import Host, device_bytes, looped
+from gpipe._plan._host import Host, device_bytes, list_looped_placements
 from gpipe._plan._search import search
 from gpipe._plan._verify import peak_bytes
 from gpipe.schedule import SPLITTING, Kind, looped_placement, named
@@ -162,8 +162,8 @@ def test_offload_plan_has_no_rank_arguments() -> None:
 
 
 def test_number_of_stages_is_limited_by_layers() -> None:
-    assert [len(each) for each in looped(2, 9)] == [6, 8]
-    assert looped(4, 8) == {}
+    assert [len(each) for each in list_looped_placements(2, 9)] == [6, 8]
+    assert list_looped_placements(4, 8) == {}
 
 
 def test_stateless_optimizer_needs_no_host_memory() -> None:
@@ -181,7 +181,7 @@ def test_counted_cells_are_the_peak_with_offloads(
     schedule: str, m: int, devices: int, splits: bool, data: st.DataObject
 ) -> None:
     """The memory of an offloaded cell is free once the next transfer is queued."""
-    (placement,) = placed([schedule], devices, 2 * devices)
+    (placement,) = list_placements([schedule], devices, 2 * devices)
     j = data.draw(st.integers(0, len(placement) - 1), label="stage")
     split = [j] if splits and schedule in SPLITTING else []
     found = in_flight_peaks(schedule, "offload", m, placement, j, bool(split))

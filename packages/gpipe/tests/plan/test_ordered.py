@@ -14,7 +14,7 @@ import gpipe
 from gpipe import Plan, plan
 from gpipe._plan._costs import Measured
 from gpipe._plan._host import Host
-from gpipe._plan._ordered import ordered
+from gpipe._plan._ordered import find_order
 from gpipe._plan._search import search
 from gpipe.schedule import Schedule
 from gpipe.simulate import simulate
@@ -30,7 +30,7 @@ def test_searched_order_is_no_slower_and_fits(measured: Measured, room: float | 
     space = space_of(measured)
     for candidate in search([*(looped(space) if loops else ()), space]):
         memory = [None if room is None else int(room * need.total) for need in candidate.bytes]
-        found = ordered(candidate, memory)
+        found = find_order(candidate, memory)
         if found is None:  # the search counts tensors for weight gradients from the forward on
             assert room is not None
             continue
@@ -53,11 +53,11 @@ def test_unsupported_candidates_keep_their_named_schedule() -> None:
     measured = measured_of([(1e-3, 10, 10, 10)] * 4, 2)
     (candidate, *_) = search([space_of(measured)])
     none = [None] * measured.devices
-    assert ordered(candidate, none)
+    assert find_order(candidate, none)
     for other in (replace(measured, whole_loss=True), replace(measured, host=Host(parameters=True))):
-        assert ordered(replace(candidate, costs=other.cut(candidate.chunks)), none) is None
-    assert ordered(replace(candidate, modes=("offload",) * 2), none) is None
-    assert ordered(candidate, [1, 1]) is None
+        assert find_order(replace(candidate, costs=other.cut(candidate.chunks)), none) is None
+    assert find_order(replace(candidate, modes=("offload",) * 2), none) is None
+    assert find_order(candidate, [1, 1]) is None
 
 
 def layers() -> nn.Sequential:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gpipe import Infeasible, LossSum, Plan, inline, plan
-from gpipe._plan._arguments import SCHEDULES, placed
+from gpipe._plan._arguments import SCHEDULES, list_placements
 from gpipe._plan._costs import Measured
 from gpipe._plan._loss import WAITING
 from gpipe._plan._search import search
@@ -169,7 +169,7 @@ def test_infeasible_full_batch_loss_suggests_loss_sum() -> None:
 
 
 def test_only_waiting_schedules_support_full_batch_loss() -> None:
-    layouts = [(name, placement) for placement, names in placed(SCHEDULES, 2, 4).items() for name in names]
+    layouts = [(name, placement) for placement, names in list_placements(SCHEDULES, 2, 4).items() for name in names]
     able = {name for name, placement in layouts if waits(name, Size(8, placement, (0,) * len(placement)))}
     assert able == {*WAITING} & {*SCHEDULES}
 

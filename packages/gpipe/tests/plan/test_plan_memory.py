@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from gpipe import GPipe, Infeasible, inline, plan
 from gpipe._plan import _measure
-from gpipe._plan._arguments import SCHEDULES, placed, read_bytes
+from gpipe._plan._arguments import SCHEDULES, list_placements, read_bytes
 from gpipe._plan._candidate import Candidate, compute_stops
 from gpipe._plan._costs import Costs, Measured
 from gpipe._plan._dry_run import dry_run, in_turns
 from gpipe._plan._loss import WAITING, StepLoss
-from gpipe._plan._planned import as_input, planned
+from gpipe._plan._planned import as_input, find_layers
 from gpipe._plan._verify import peak_bytes
 from gpipe.schedule import SPLITTING, named, zero_bubble
 from gpipe.simulate import Link
@@ -123,7 +123,7 @@ def cases(draw: st.DrawFn):
         layers.insert(draw(st.integers(source + 1, len(layers))), Pop())
     layers.append(nn.Linear(WIDTH, draw(st.sampled_from([8, 6 * WIDTH]))))
     schedule = draw(st.sampled_from(SCHEDULES))
-    (placement,) = placed([schedule], 2, len(layers))
+    (placement,) = list_placements([schedule], 2, len(layers))
     inner = draw(st.permutations(range(1, len(layers))))[: len(placement) - 1]
     sizes = [b - a for a, b in pairwise([0, *sorted(inner), len(layers)])]
     modes = draw(st.sampled_from(MODES)) * (len(placement) // 2)
@@ -151,7 +151,7 @@ def test_dry_run_predicts_the_bytes_of_a_step(case, speeds: list[float]):
     costs = costs_of(model, x, chunks, squares, placement, whole=whole)
     candidate = Candidate(costs, schedule, tuple(balance), tuple(modes), 0.0, split)
     ran_dry = dry_run(
-        planned(copy.deepcopy(model), x, len), x, None, StepLoss(squares, None if whole else "mean"), candidate
+        find_layers(copy.deepcopy(model), x, len), x, None, StepLoss(squares, None if whole else "mean"), candidate
     )
     assert "one step of the engine" in ran_dry.note
     paces = [None, [4.0**j for j in range(len(balance))], [4.0**-place for place in placement], speeds[: len(balance)]]

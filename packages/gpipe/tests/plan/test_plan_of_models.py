@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gpipe import Arguments, LossSum, Plan, inline, plan, record
 from gpipe._plan._blocks import Training, profile_blocks
 from gpipe._plan._loss import StepLoss
-from gpipe._plan._planned import planned
+from gpipe._plan._planned import find_layers
 from profiler import LayerProfile, Profile, profile
 
 from ..layers import assert_same
@@ -88,7 +88,7 @@ def root(output: Tensor, target: Tensor) -> Tensor:
 
 
 def measured(model: nn.Module, x: Any, device: torch.device, loss: StepLoss | None = None) -> tuple[Profile, bool]:
-    found = planned(model, x, lambda most: 2)
+    found = find_layers(model, x, lambda most: 2)
     training = Training(found, Arguments((x,), {}), None, loss or StepLoss(squares, "mean"))
     return profile_blocks(training, [device] * len(found.layers), [4, 8], 0.01)
 
@@ -172,7 +172,7 @@ def test_combination_of_model_losses_is_detected_despite_profile() -> None:
     inputs = Arguments((), {"tokens": torch.randint(7, (8, 5)), "labels": torch.randint(7, (8, 5))})
     for loss, whole in ((contrast, True), (scaled_by_items, False)):
         model = WithLoss(loss, torch.float32)
-        found = planned(model, inputs, lambda most: 2)
+        found = find_layers(model, inputs, lambda most: 2)
         given = Training(found, inputs, None, StepLoss(own="Model"))
         known, _ = profile_blocks(given, [CPU] * len(found.layers), [2], 0.01)
         assert plan(model, inputs, CPUS, profile=known, chunks=4, calibrate=False).whole_loss == whole

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gpipe._plan._arguments import MODES, SCHEDULES, placed, read_chunks
+from gpipe._plan._arguments import MODES, SCHEDULES, list_placements, read_chunks
 from gpipe._plan._bytes import in_flight_peaks
 from gpipe._plan._candidate import SearchSpace
 from gpipe._plan._costs import Measured
@@ -84,13 +84,13 @@ def test_search_finds_the_fastest_order_of_devices(measured: Measured, data: st.
             links=along(between, order),
             separate_memory=True,
         )
-        return replace(space_of(there), memory=there.ordered(memory))
+        return replace(space_of(there), memory=there.reorder(memory))
 
     spaces = [in_order(order) for order in orders([*zip(memory, speeds, strict=True)], between)]
     all_spaces = [in_order(order) for order in permutations(range(measured.devices))]
     every = [candidate for space in all_spaces for candidate in everything(space) if candidate.fits(space.memory)]
     found = search(spaces)
-    assert all(candidate.fits(candidate.costs.measured.ordered(memory)) for candidate in found) == bool(every)
+    assert all(candidate.fits(candidate.costs.measured.reorder(memory)) for candidate in found) == bool(every)
     if every:
         assert found[0].seconds <= 1.02 * min(candidate.seconds for candidate in every)
 
@@ -177,7 +177,7 @@ def test_unfitting_looped_stages_are_short_of_memory(measured: Measured, share: 
 def test_in_flight_peaks_match_the_order_of_actions(
     schedule: str, mode: str, m: int, devices: int, data: st.DataObject
 ):
-    (placement,) = placed([schedule], devices, 2 * devices)
+    (placement,) = list_placements([schedule], devices, 2 * devices)
     j, splits = data.draw(st.integers(0, len(placement) - 1)), schedule in SPLITTING and data.draw(st.booleans())
     program = named(schedule, m, placement, checkpoint_stops(mode, m, len(placement)), [j] if splits else [])[j]
     most = in_flight_peaks(schedule, mode, m, placement, j, splits)

@@ -108,11 +108,11 @@ def _in_double(model: nn.Module, sample: Any, target: Any, loss: Loss, blocks: C
     own = next((tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()), torch.get_default_dtype())
     try:
         loss.to(torch.float64)
-        return _recorded(_trainable(model).double(), _double(sample), _double(target), torch.float64, loss, blocks)
+        return _record_model(_trainable(model).double(), _double(sample), _double(target), torch.float64, loss, blocks)
     except Exception:
         # If the model fails in any precision, and not just in double, the error is raised here.
         loss.to(own)
-        return _recorded(_trainable(model), sample, target, own, loss, blocks)
+        return _record_model(_trainable(model), sample, target, own, loss, blocks)
 
 
 def _trainable(model: nn.Module) -> nn.Module:
@@ -121,7 +121,7 @@ def _trainable(model: nn.Module) -> nn.Module:
     return model if model.training else model.train()
 
 
-def _recorded(
+def _record_model(
     model: nn.Module, sample: Any, target: Any, dtype: torch.dtype, loss: Loss, blocks: Collection[str]
 ) -> Record:
     model.zero_grad()

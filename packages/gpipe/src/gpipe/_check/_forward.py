@@ -94,10 +94,10 @@ def examine_forward(
     findings = [Finding("random", None, type(model).__name__, "draws random numbers")] if record.draws else []
     arguments = [tensor for each in calls for tensor in each.input.tensors()]
     if exam is None:
-        where, values = cut.guessed(arguments, dims), [[each.input.value for each in calls]] * len(cut.rows)
+        where, values = cut.guess_dims(arguments, dims), [[each.input.value for each in calls]] * len(cut.rows)
     else:
         where, found = exam.examine()
-        findings += [_placed(finding, exam, calls) for finding in exam.findings]
+        findings += [_add_call(finding, exam, calls) for finding in exam.findings]
         values = [value[0] for value in found]
     rerun, split = copied(model), copied(model)
     rest = iter(where)
@@ -110,7 +110,7 @@ def examine_forward(
         with each.context.applied():
             unit.examine()
         findings += unit.findings
-    ending = [*rest] or cut.guessed(record.output.tensors(), dims)
+    ending = [*rest] or cut.guess_dims(record.output.tensors(), dims)
     # A unit may be called several times.
     return [*{(each.code, each.layer): each for each in reversed(findings)}.values()][::-1], ending
 
@@ -131,7 +131,7 @@ def _exam(
     return LayerCheck(None, signal, result, own, rerun, split, known, cut, parts, real, tolerance, own.ends)
 
 
-def _placed(finding: Finding, exam: LayerCheck, calls: Sequence[LayerRun]) -> Finding:
+def _add_call(finding: Finding, exam: LayerCheck, calls: Sequence[LayerRun]) -> Finding:
     """Add the call whose arguments differ to the evidence of a finding about rows."""
     first = exam.first_differing() if finding.code in ("mixes-rows", "rows") else None
     ends = accumulate(len(each.input.tensors()) for each in calls)
@@ -238,7 +238,7 @@ class _Outputs(NamedTuple):
 
 def _examine_outputs(record: Record, model: nn.Module, calls: Sequence[LayerRun], dims: Dims, cut: Cut) -> _Outputs:
     """Determine the row dimensions of each call's outputs from their shapes in forwards of micro-batches."""
-    guessed = [cut.guessed(each.result.tensors(), dims) for each in calls]
+    guessed = [cut.guess_dims(each.result.tensors(), dims) for each in calls]
     walks = []
     for k, part in enumerate(cut.signals(record.signal, dims)):
         walked = copied(model)

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from profiler.sandbox import copied
 
 from ._findings import Finding
-from ._rows import ROUNDING, Cut, Dims, NoRowsError, OtherCallsError, difference, exchanged, figure, kept
+from ._rows import ROUNDING, Cut, Dims, NoRowsError, OtherCallsError, difference, exchange_rows, figure, select_kept
 from ._trial import LayerTrial, Signal, attempt, same
 
 
@@ -79,7 +79,7 @@ class LayerCheck:
             self._find(*failing, f"{type(error).__name__}: {error}")
         # The next layer still gets micro-batches: one fault must not hide a second one.
         if self.used_cut != self.cut or len(self.rows) != len(self.result.tensors()) or broken(self.findings):
-            return self.cut.guessed(self.result.tensors(), self.dims), [self.result.output.value] * len(self.parts)
+            return self.cut.guess_dims(self.result.tensors(), self.dims), [self.result.output.value] * len(self.parts)
         return self.rows, [trial.output.value for trial in self.trials]
 
     def _find(self, code: str, message: str, evidence: str = "") -> None:
@@ -113,13 +113,13 @@ class LayerCheck:
         self.whole, self.copies = rerun, (self.rerun_layer, self.microbatch_layer)
         # Masks and batch statistics of micro-batches differ by design. Without them, the rest can be compared.
         if self.result.used.drew or self.norms:
-            self.copies = self._calmed(), calm(self.microbatch_layer, self.input, self.result.used.drew)
+            self.copies = self._copy_and_calm(), calm(self.microbatch_layer, self.input, self.result.used.drew)
             self.whole = attempt(self.copies[0], self.input)
         try:
             self._run_parts(self.cut, self.parts)
         except Exception:
             # The layer may require a multiple of some number of rows. The pipe's micro-batches may satisfy it.
-            self.copies = self.copies[0], self._calmed()
+            self.copies = self.copies[0], self._copy_and_calm()
             self._run_parts(self.real, self.real.signals(self.input, self.dims))
 
     def _run_parts(self, cut: Cut, inputs: Sequence[Signal]) -> None:
@@ -132,7 +132,7 @@ class LayerCheck:
         if not self.whole.used.drew:
             deviation = max([difference(*pair) for pair in self._outputs()], default=0.0)
             # Even micro-batches may hide groups of rows. Exchanging rows finds these.
-            by = self._mixed() if self.used_cut != self.cut else 0.0
+            by = self._measure_mixing() if self.used_cut != self.cut else 0.0
             if max(deviation, by) > self.tolerance:
                 return self._find_cause(deviation)
         found = len(self.findings)
@@ -166,14 +166,14 @@ class LayerCheck:
             return self._find("stateful", message, f"{type(error).__name__}: {error}")
         if deviation > self.tolerance:
             self._find("stateful", "a second call returns a different output", f"differs by {figure(deviation)}")
-        elif self._mixed(masks=True) > self.tolerance:
+        elif self._measure_mixing(masks=True) > self.tolerance:
             self._find_cause(0.0, masks=True)
         return None
 
     def _find_cause(self, deviation: float, *, masks: bool = False) -> None:
         """Find out why the outputs of micro-batches differ by ``deviation`` from the output of the mini-batch."""
         differs = f"micro-batches differ from the full mini-batch by {figure(deviation)} of the largest value"
-        by, repeated = self._mixed(masks=masks), self.whole if masks else attempt(self.copies[0], self.input)
+        by, repeated = self._measure_mixing(masks=masks), self.whole if masks else attempt(self.copies[0], self.input)
         if difference(self.whole.tensors(), repeated.tensors()) > self.tolerance:
             self._find("stateful", "a second call returns a different output for the same input and seed", differs)
         elif by > self.tolerance:
@@ -184,13 +184,13 @@ class LayerCheck:
         elif deviation >= ROUNDING:  # smaller differences are rounding in a lower precision
             self._find("rows", "depends on the number of rows, or on the position of a row", differs)
 
-    def _mixed(self, *, masks: bool = False) -> float:
+    def _measure_mixing(self, *, masks: bool = False) -> float:
         """Return how much output rows change if different input rows change, with the same random numbers."""
         before, dims = self.whole, self.rows
         if masks:
-            before = attempt(self._calmed(masks=True), self.input) if self.norms else self.result
+            before = attempt(self._copy_and_calm(masks=True), self.input) if self.norms else self.result
         if len(dims) != len(before.tensors()):
-            dims = self.cut.guessed(before.tensors(), self.dims)
+            dims = self.cut.guess_dims(before.tensors(), self.dims)
         rows = sum(self.cut.rows)
         chosen = torch.rand(rows, generator=torch.Generator().manual_seed(rows)) < 0.5
         chosen[:2] = torch.tensor([True, False])
@@ -198,11 +198,13 @@ class LayerCheck:
         # Both halves, since rows may depend only on earlier rows.
         for half in (chosen, ~chosen):
             try:
-                after = attempt(self._calmed(masks=masks), exchanged(self.input, self.dims, half))
+                after = attempt(self._copy_and_calm(masks=masks), exchange_rows(self.input, self.dims, half))
             except Exception:  # a layer may reject reordered rows, which does not show whether it mixes them
                 continue
             if same(before.used.states, after.used.states):  # otherwise unchanged rows get different random numbers
-                found.append(difference(kept(before.tensors(), dims, half), kept(after.tensors(), dims, half)))
+                found.append(
+                    difference(select_kept(before.tensors(), dims, half), select_kept(after.tensors(), dims, half))
+                )
         return max(found)
 
     def _compare_gradients_and_state(self) -> None:
@@ -247,7 +249,7 @@ class LayerCheck:
                 deviations.append(difference(self.used_cut.pieces(leaf.grad, dim), found, alike=True))
         return max(deviations)
 
-    def _calmed(self, *, masks: bool = False) -> nn.Module:
+    def _copy_and_calm(self, *, masks: bool = False) -> nn.Module:
         """Return a copy of the layer whose batch norms use running statistics, and without masks unless ``masks``."""
         return calm(copied(self.layer), self.input, self.result.used.drew and not masks)
 

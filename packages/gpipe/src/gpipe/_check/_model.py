@@ -96,7 +96,7 @@ def finest(whole: Signal, dims: Dims, real: Cut) -> Cut:
     return cut
 
 
-def calmed(record: Record) -> nn.Module:
+def copy_and_calm(record: Record) -> nn.Module:
     """Return a copy of the model without dropout masks, whose batch norms use running statistics."""
     model = copied(record.model)
     for step in record.steps:

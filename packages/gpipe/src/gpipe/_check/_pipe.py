@@ -18,7 +18,7 @@ from ..module._step import without_advice
 from ..values._leaves import Activation, as_nonleaf, clone_leaves
 from ._findings import Finding
 from ._loss import Loss, mean_square
-from ._model import Record, calmed
+from ._model import Record, copy_and_calm
 from ._rows import ROUNDING, difference, figure
 from ._trial import SEED, call_all, seeded
 
@@ -45,9 +45,9 @@ def examine_pipe(
         tolerance: the largest relative difference that counts as rounding.
         draws: whether a layer or the loss uses random numbers.
     """
-    calm = calmed(model)  # masks and batch norm differ by design
+    calm = copy_and_calm(model)  # masks and batch norm differ by design
     own = loss.is_own(model.output.value)
-    step = partial(_piped, model, loss, balance, chunks)
+    step = partial(_run_pipe, model, loss, balance, chunks)
     agreed, compare = list[str](), partial(_problem, max(ROUNDING, 100 * tolerance))
     expected, drew = _plain(model, calm, loss)
     if not drew:
@@ -61,7 +61,7 @@ def examine_pipe(
         try:
             expected = step(model.model, "never")
         except Exception as error:
-            return [Finding("pipeline", None, "", _MESSAGES["pipeline"], _told(error))], []
+            return [Finding("pipeline", None, "", _MESSAGES["pipeline"], _format_error(error))], []
         if problem := compare(expected, partial(step, model.model, "always")):
             return [Finding("recompute", None, "", _MESSAGES["recompute"], problem)], []
         agreed.append("a step with 'always' as with 'never'")
@@ -77,7 +77,7 @@ def _plain(model: Record, layers: nn.Module, loss: Loss) -> tuple[Results, bool]
     return _results(layers, found.detach()), used.drew
 
 
-def _piped(
+def _run_pipe(
     model: Record, loss: Loss, balance: Sequence[int] | None, chunks: int, layers: nn.Module, checkpoint: str
 ) -> Results:
     """Return the loss and the gradients of one step of a pipe of a copy of ``layers``."""
@@ -100,12 +100,12 @@ def _problem(tolerance: float, expected: Results, run: Callable[[], Results]) ->
     try:
         found = run()
     except Exception as error:
-        return _told(error)
+        return _format_error(error)
     deviation = difference(list(expected.values()), [found[name] for name in expected], alike=True)
     return f"loss or gradients differ by {figure(deviation)} of the largest" if deviation > tolerance else ""
 
 
-def _told(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
 
 

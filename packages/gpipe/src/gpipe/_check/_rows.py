@@ -50,7 +50,7 @@ class Cut(NamedTuple):
             raise NoRowsError("micro-batches return a different number of tensors than the full mini-batch")
         return [self._dim(tensor.shape, [part[k].shape for part in parts]) for k, tensor in enumerate(whole)]
 
-    def guessed(self, tensors: Sequence[Tensor], dims: Dims) -> Dims:
+    def guess_dims(self, tensors: Sequence[Tensor], dims: Dims) -> Dims:
         """Guess the row dimensions of ``tensors`` from ``dims``, the known row dimensions of related tensors."""
         known = sorted({dim for dim in dims if dim is not None})
         return [next((dim for dim in known if _entries(t, dim, sum(self.rows))), None) for t in tensors]
@@ -85,22 +85,22 @@ def uneven(real: Cut) -> Cut:
     return Cut((*alone, first + odd, second, rows - first - second - odd))
 
 
-def exchanged(whole: Signal, dims: Dims, chosen: Tensor) -> Signal:
+def exchange_rows(whole: Signal, dims: Dims, chosen: Tensor) -> Signal:
     """Return ``whole`` with the ``chosen`` rows replaced by copies of different rows."""
     rows = torch.arange(len(chosen))
     others = (rows + torch.randint(1, len(chosen), rows.shape, generator=torch.Generator().manual_seed(1))) % len(rows)
-    changed = _selected(whole.tensors(), dims, len(rows), torch.where(chosen, others, rows))
+    changed = _select_rows(whole.tensors(), dims, len(rows), torch.where(chosen, others, rows))
     pairs = zip(whole.tensors(), changed, strict=True)
     return whole.replaced(
         [(old if new is None else new).detach().requires_grad_(old.requires_grad) for old, new in pairs]
     )
 
 
-def kept(tensors: Sequence[Tensor], dims: Dims, chosen: Tensor) -> list[Tensor | None]:
-    return _selected(tensors, dims, len(chosen), (~chosen).nonzero().flatten())
+def select_kept(tensors: Sequence[Tensor], dims: Dims, chosen: Tensor) -> list[Tensor | None]:
+    return _select_rows(tensors, dims, len(chosen), (~chosen).nonzero().flatten())
 
 
-def _selected(tensors: Sequence[Tensor], dims: Dims, count: int, rows: Tensor) -> list[Tensor | None]:
+def _select_rows(tensors: Sequence[Tensor], dims: Dims, count: int, rows: Tensor) -> list[Tensor | None]:
     found: list[Tensor | None] = []
     for tensor, dim in zip(tensors, dims, strict=True):
         entries = _entries(tensor, dim, count)

@@ -54,15 +54,15 @@ def expect_rows(sample: Any) -> None:
         raise ValueError(f"sample: expected a mini-batch of tensors with at least one row, got shapes {found}")
 
 
-def listed_devices(devices: Any, model: nn.Module) -> Any:
+def list_devices(devices: Any, model: nn.Module) -> Any:
     """Return ``devices``; a list if they are an iterator, which may be endless."""
     return [*islice(devices, 1 + sum(1 for _ in model.modules()))] if isinstance(devices, Iterator) else devices
 
 
-def counted(text: str) -> tuple[int, str]:
+def split_count(text: str) -> tuple[int, str]:
     """Return the number of hypothetical devices in a text, and their name or memory.
 
-    >>> counted("2x24GB"), counted("H100")
+    >>> split_count("2x24GB"), split_count("H100")
     ((2, '24GB'), (1, 'H100'))
     """
     match = COUNTED.fullmatch(text)
@@ -89,7 +89,7 @@ def read_facts(devices: Any) -> tuple[Any, list[Facts]]:
     names, facts = list[Any](), list[Facts]()
     for j, each in enumerate(devices):
         name, said = each if _has_facts(each) else (each, {})
-        count, name = counted(name) if isinstance(name, str) else (1, name)
+        count, name = split_count(name) if isinstance(name, str) else (1, name)
         names += [name] * count
         facts += [_facts(said, f"devices[{j}]")] * count
     return names, facts
@@ -202,7 +202,7 @@ def read_chunks(chunks: Any, rows: int, least: int = 1) -> list[int]:
     if chunks is None:
         powers = [2**k for k in range(rows.bit_length())]
         candidates = {1, *powers, *(3 * power for power in powers), *(-(-rows // power) for power in powers)}
-        even = (m for m in candidates if m <= rows and _made(rows, m) == m)
+        even = (m for m in candidates if m <= rows and _count_microbatches(rows, m) == m)
         return sorted(
             m for m in even if m == 1 or rows - (m - 1) * -(-rows // m) >= least
         )  # the last micro-batch is the smallest
@@ -210,10 +210,10 @@ def read_chunks(chunks: Any, rows: int, least: int = 1) -> list[int]:
     numbers = sorted({check_chunks(number) for number in given})
     if not numbers or numbers[-1] > rows:
         raise ValueError(f"chunks: expected numbers from 1 to {rows}, the number of rows of the sample, got {chunks!r}")
-    return sorted({_made(rows, number) for number in numbers})
+    return sorted({_count_microbatches(rows, number) for number in numbers})
 
 
-def _made(rows: int, chunks: int) -> int:
+def _count_microbatches(rows: int, chunks: int) -> int:
     """Return the number of micro-batches that a pipe with ``chunks`` makes of ``rows``."""
     return -(-rows // -(-rows // chunks))
 
@@ -227,10 +227,10 @@ def read_schedules(schedule: str | None) -> Sequence[str]:
     return SCHEDULES if schedule.lower() == SEARCH else (schedule.lower(),)
 
 
-def placed(schedules: Sequence[str], devices: int, layers: int) -> dict[tuple[int, ...], list[str]]:
+def list_placements(schedules: Sequence[str], devices: int, layers: int) -> dict[tuple[int, ...], list[str]]:
     """Return the placements of stages to search, with the schedules for each. One stage per device comes last.
 
-    >>> placed(["1f1b", "zbv"], devices=2, layers=4)
+    >>> list_placements(["1f1b", "zbv"], devices=2, layers=4)
     {(0, 1, 1, 0): ['zbv'], (0, 1): ['1f1b']}
     """
     found: dict[tuple[int, ...], list[str]] = {}

@@ -36,7 +36,7 @@ from ..values._leaves import get_tensors, storage_id
 from ._arguments import count_rows
 from ._dry_run import first
 from ._loss import StepLoss
-from ._planned import Planned, as_input, planned
+from ._planned import Planned, as_input, find_layers
 
 ROUNDS = 3
 """The minimum number of timed steps per micro-batch size."""
@@ -70,7 +70,7 @@ def with_own_loss(given: Training) -> StepLoss:
         with torch.no_grad():
             return has_own_loss(module(*args, **kwargs))
 
-    return replace(given.loss, own=type(given.model.module).__name__) if _tried(given, computes) else given.loss
+    return replace(given.loss, own=type(given.model.module).__name__) if _try_fake(given, computes) else given.loss
 
 
 def is_whole(given: Training) -> bool:
@@ -83,10 +83,10 @@ def is_whole(given: Training) -> bool:
     # A loss that the model computes is tried with real values.
     if given.loss.own is not None and has_data(given.model.module):
         return _with_data(given, shows)
-    return _tried(given, shows)
+    return _try_fake(given, shows)
 
 
-def _tried(given: Training, use: Callable[[nn.Module, Training], bool]) -> bool:
+def _try_fake(given: Training, use: Callable[[nn.Module, Training], bool]) -> bool:
     """Return the result of ``use`` with fake tensors, or with real ones if that fails."""
     mode, model = fake_mode(), given.model
     try:
@@ -118,7 +118,7 @@ def profile_model(
     if isinstance(model, nn.Sequential):
         return profile(model, x, device=device, chunks=chunks, timeout=seconds, progress=progress)
     x = as_input(model, x)
-    found = planned(model, x, lambda most: 1)
+    found = find_layers(model, x, lambda most: 1)
     given = Training(found, x, None, StepLoss())
     given = given._replace(loss=with_own_loss(given))
     return profile_blocks(given, [device] * len(found.layers), [-(-count_rows(x) // chunks)], seconds)[0]
@@ -141,11 +141,11 @@ def profile_blocks(
     if devices[0].type != "meta":
         others = {device for device in devices if device.type != "cpu"}
         with torch.random.fork_rng(others), closing(_Steps(given, copied(model.module).train(), devices)) as steps:
-            return steps.profiled(chunks, seconds, action)
+            return steps.profile(chunks, seconds, action)
     try:
         mode = fake_mode()
         with closing(_Steps(given.faked(mode), model.faked(mode), devices)) as steps:
-            found = steps.profiled(chunks, seconds, action)
+            found = steps.profile(chunks, seconds, action)
     except Exception as error:
         name = type(model.module).__name__
         add_note(
@@ -158,7 +158,7 @@ def profile_blocks(
     # Some oneDNN kernels allocate memory whose size only real tensors show.
     zeros = nullcontext()
     with torch.random.fork_rng([]), closing(_Steps(given.faked(zeros), model.faked(zeros), devices)) as steps:
-        return steps.profiled(chunks, seconds, action)
+        return steps.profile(chunks, seconds, action)
 
 
 class _Steps:
@@ -188,10 +188,10 @@ class _Steps:
         self._part = first(x, chunks, 1), None if y is None else first(y, chunks, 1)
         self._chunks, self._rows = chunks, scatter(x, chunks)[0].rows[0]
         self._step(None)  # detects which blocks are called, and the type of the loss
-        self._is_whole = any(kind == Kind.LOSS for _, kind in self._timed(None))
+        self._is_whole = any(kind == Kind.LOSS for _, kind in self._time_step(None))
         return self._is_whole
 
-    def profiled(self, chunks: Iterable[int], seconds: float, action: float) -> tuple[Profile, bool]:
+    def profile(self, chunks: Iterable[int], seconds: float, action: float) -> tuple[Profile, bool]:
         found = dict[int, Profile]()
         for each in chunks:
             whole = self.begin(each)
@@ -203,7 +203,7 @@ class _Steps:
     def _profile(self, seconds: float, action: float) -> Profile:
         rounds = [] if self._is_fake else self._rounds(seconds)
         times = {key: max(0.0, median(each[key] for each in rounds) - action) for key in (rounds[0] if rounds else ())}
-        figures, of_loss = self._counted()
+        figures, of_loss = self._count()
         owned = owned_bytes(self._given.model.layers.values())
         blocks = [
             LayerProfile(
@@ -237,7 +237,7 @@ class _Steps:
         plain, split = self._program("B0@{}"), self._program("I0@{} W0@{}")
         while len(found) < ROUNDS or perf_counter() - began < seconds:
             # A schedule that waits for the loss of the full mini-batch does not split backwards.
-            found.append({**self._timed(plain), **({} if self._is_whole else self._timed(split))})
+            found.append({**self._time_step(plain), **({} if self._is_whole else self._time_step(split))})
         return found
 
     def _program(self, backward: str) -> Schedule:
@@ -251,12 +251,12 @@ class _Steps:
         with inline(), FusedAttention() if self._is_fake else nullcontext():
             pipe.step(x, y, **self._loss, schedule=schedule)
 
-    def _timed(self, schedule: Schedule | None) -> Times:
+    def _time_step(self, schedule: Schedule | None) -> Times:
         with record() as timeline:
             self._step(schedule)
         return {(event.stage, event.kind): event.seconds for event in timeline.events}
 
-    def _counted(self) -> tuple[list[dict[str, int]], dict[str, int]]:
+    def _count(self) -> tuple[list[dict[str, int]], dict[str, int]]:
         """Return the bytes and operations of each block, and of the loss of the full mini-batch."""
         counter, sizes = _Counter(len(self._stages)), _Sizes()
         with with_settings(observer=counter), sizes.watching(list(self._pipe)):

@@ -161,7 +161,7 @@ class StageBytes(NamedTuple):
         return DeviceBytes(self.parameters, self.gradients, self.optimizer, most, self.transient)
 
 
-def kept_and_peak(layers: Sequence[LayerProfile], loss: LayerProfile | None) -> tuple[int, int]:
+def compute_kept_and_peak(layers: Sequence[LayerProfile], loss: LayerProfile | None) -> tuple[int, int]:
     """Return the bytes that a micro-batch saves in its forward, and its peak bytes."""
     kept = most = 0
     for layer, lost in zip(layers, count_freed_bytes(layers), strict=True):

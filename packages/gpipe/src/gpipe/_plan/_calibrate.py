@@ -15,10 +15,10 @@ from microbatch import scatter
 
 from ._candidate import Candidate, by_seconds
 from ._data import Expected
-from ._dry_run import tried_pipe
+from ._dry_run import build_trial_pipe
 from ._loss import StepLoss
 from ._planned import Planned
-from ._verify import timed
+from ._verify import time_steps
 
 UNSURE = Expected(0.88, 1.0, 1.25)
 """The measured spread of steps around predictions from single layers, as factors (``docs/benchmarks/plan.md``)."""
@@ -39,7 +39,7 @@ _APART = 0.05
 """How far the median step of a new pipe may deviate from the tried one, since its memory lies elsewhere."""
 
 
-def calibrated(
+def try_candidates(
     fits: Callable[[Candidate], bool],
     found: Sequence[Candidate],
     try_out: Callable[[Candidate], list[float]],
@@ -101,12 +101,12 @@ def train(
 ) -> list[float]:
     """Return the seconds of some training steps, after warm-up steps."""
     measured = candidate.costs.measured
-    own = [measured.ordered(devices)[place] for place in measured.placement]
-    pipe = tried_pipe(model, copied, own, candidate.chunks, candidate)
+    own = [measured.reorder(devices)[place] for place in measured.placement]
+    pipe = build_trial_pipe(model, copied, own, candidate.chunks, candidate)
     # If zero bubble is passed by its name, the pipe measures in its first steps which backwards are worth splitting.
     microbatches = len(scatter(x, candidate.chunks))  # fewer than chunks if there are few rows
     with closing(pipe):
-        return timed(
+        return time_steps(
             pipe,
             x,
             y,

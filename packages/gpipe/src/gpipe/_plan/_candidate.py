@@ -102,7 +102,7 @@ class Candidate:
             return self.costs.device_bytes_in(self.order, self.sizes, self.modes)
         return self.costs.device_bytes(self.sizes, self.modes, self.schedule, self.split)
 
-    def fixed(self, device: int) -> int:
+    def compute_fixed_bytes(self, device: int) -> int:
         """Return the bytes of a device that do not depend on the number of micro-batches in flight."""
         need = self.account[device]
         on = [j for j, place in enumerate(self.costs.measured.placement) if place == device]

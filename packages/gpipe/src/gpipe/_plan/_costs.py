@@ -14,7 +14,7 @@ from ..schedule import SPLIT_SECONDS, SPLITTING, Kind, Schedule, checkpoint_stop
 from ..timeline import StageCost
 from ..timeline._hops import Link
 from ._arguments import OFFLOAD
-from ._bytes import DeviceBytes, StageBytes, in_flight_peaks, in_flight_peaks_in, kept_and_peak
+from ._bytes import DeviceBytes, StageBytes, compute_kept_and_peak, in_flight_peaks, in_flight_peaks_in
 from ._host import Host, device_bytes, parameter_bytes, share_of_device
 
 SPLIT_PYTHON = 130e-6
@@ -81,7 +81,7 @@ class Measured:
     order: tuple[int, ...] = ()
     keeps_outputs: bool = True
 
-    def ordered(self, values: Sequence[Value]) -> list[Value]:
+    def reorder(self, values: Sequence[Value]) -> list[Value]:
         """Return values for the devices that the caller passed, in the order of these devices."""
         return [values[k] for k in self.order] if self.order else [*values]
 
@@ -268,7 +268,7 @@ class Costs:
         layers, measured = self.profile.layers[first:end], self.measured
         loss = self.profile.loss if end == measured.layers else None
         whole = measured.whole_loss and end == measured.layers
-        kept, peak = kept_and_peak(layers, None if whole else loss)
+        kept, peak = compute_kept_and_peak(layers, None if whole else loss)
         output = layers[-1].output_bytes if whole else 0
         if whole:
             peak = self._peak_of_all(peak, kept, output, loss)

@@ -81,7 +81,7 @@ def measure_peaks(model: Planned, x: Any, y: Any, loss: StepLoss, candidate: Can
     inputs, targets = _first(model, x, chunks, few, mode), None if y is None else _first(model, y, chunks, few, mode)
     few = len(scatter(inputs, few))
     placement = candidate.costs.measured.placement
-    pipe = tried_pipe(model, model.faked(mode), ["cpu"] * len(sizes), few, candidate)
+    pipe = build_trial_pipe(model, model.faked(mode), ["cpu"] * len(sizes), few, candidate)
     program, arguments = candidate.program(few), loss.without_data(whole=candidate.costs.measured.whole_loss)
     with closing(pipe), inline(), FusedAttention() if candidate.costs.measured.separate_memory else nullcontext():
         # The first step of a pipe detects the properties of its layers, for which one micro-batch is enough.
@@ -106,13 +106,13 @@ def returns_sums(model: Planned, x: Any, y: Any, loss: StepLoss) -> bool:
     inputs, targets = _first(model, x, 1, 1, mode), None if y is None else _first(model, y, 1, 1, mode)
     try:
         with closing(model.pipe(model.faked(mode), [len(model.layers)], devices=["cpu"])) as pipe, inline():
-            pipe.evaluate(inputs, targets, loss_fn=loss.watched(seen.append))
+            pipe.evaluate(inputs, targets, loss_fn=loss.watch(seen.append))
             return seen[0].count is not None
     except Exception:  # a layer needs the values of tensors
         return False
 
 
-def tried_pipe(
+def build_trial_pipe(
     model: Planned, copied: nn.Module, devices: Sequence[torch.device | str], chunks: int, candidate: Candidate
 ) -> GPipe:
     """Return a pipe of a copy in training mode. It logs no advice, since the user has not chosen its settings."""
@@ -137,10 +137,10 @@ def first(value: Any, chunks: int, few: int) -> Any:
     """Return the first ``few`` micro-batches of ``value``, joined."""
     bare, spec = unwrap(value)
     leaves, tree = flatten(gather(scatter(bare, chunks, spec)[:few], spec))
-    return unflatten([_ruled(*each) for each in zip(leaves, rules(bare, spec), strict=True)], tree)
+    return unflatten([_apply_rule(*each) for each in zip(leaves, rules(bare, spec), strict=True)], tree)
 
 
-def _ruled(leaf: Any, rule: Any) -> Any:
+def _apply_rule(leaf: Any, rule: Any) -> Any:
     if leaf is None or not isinstance(rule, Split):
         return leaf if leaf is None else Replicate(leaf)
     # Leaves with counts raised when they were measured. A plain target stays plain, as torch's losses expect.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from profiler import LayerProfile, Profile
 
-from ._arguments import COUNTED, counted, is_size, read_bytes
+from ._arguments import COUNTED, is_size, read_bytes, split_count
 from ._links import Links, read_links
 
 _FLOPS_REACHED, _BANDWIDTH_REACHED = 0.4, 0.7
@@ -60,7 +60,7 @@ def read_fake(devices: Any, bandwidth: Any = None, latency: Any = None) -> FakeD
             if given is not None:
                 raise ValueError(f"{name}: requires hypothetical devices, such as '8x80GB'; got devices={devices!r}")
         return None
-    found = tuple(device for text in texts for device in _described(text))
+    found = tuple(device for text in texts for device in _read_devices(text))
     if not found:
         raise ValueError(f"devices: expected at least one, got {devices!r}")
     return FakeDevices(found, read_links(bandwidth, latency, len(found)))
@@ -72,9 +72,9 @@ def _are_fake(texts: Any) -> bool:
     return all(COUNTED.fullmatch(text) or text.strip().upper() in _KINDS or is_size(text) for text in texts)
 
 
-def _described(text: str) -> list[FakeDevice]:
+def _read_devices(text: str) -> list[FakeDevice]:
     """Return the devices with this name or memory, after an optional count."""
-    count, name = counted(text.strip())
+    count, name = split_count(text.strip())
     if name.upper() in _KINDS:
         return [FakeDevice(name.upper(), *_KINDS[name.upper()])] * count
     _, flops, bandwidth = _KINDS[_GENERIC]
@@ -88,13 +88,13 @@ def _described(text: str) -> list[FakeDevice]:
         ) from None
 
 
-def estimated(profile: Profile, fake: FakeDevice) -> Profile:
+def estimate_profile(profile: Profile, fake: FakeDevice) -> Profile:
     """Return ``profile`` with seconds estimated from the operations and bytes of each layer."""
     return replace(
         profile,
         layers=tuple(_layer(layer, fake) for layer in profile.layers),
         loss=profile.loss and _layer(profile.loss, fake),
-        others=tuple(estimated(other, fake) for other in profile.others),
+        others=tuple(estimate_profile(other, fake) for other in profile.others),
     )
 
 

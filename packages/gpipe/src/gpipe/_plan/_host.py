@@ -55,10 +55,10 @@ def read_host(offload: object, memory: int | str | None, bandwidth: float | str 
     )
 
 
-def looped(devices: int, layers: int) -> dict[tuple[int, ...], list[str]]:
+def list_looped_placements(devices: int, layers: int) -> dict[tuple[int, ...], list[str]]:
     """Return the placements of stages to search, with their schedule.
 
-    >>> [len(placement) for placement in looped(devices=2, layers=9)]
+    >>> [len(placement) for placement in list_looped_placements(devices=2, layers=9)]
     [6, 8]
     """
     counts = [each * devices for each in STAGES if each * devices <= layers]

@@ -13,10 +13,10 @@ from profiler.text import format_bytes
 
 from ..schedule._named import BREADTH_FIRST
 from ..timeline._hops import Link
-from ._arguments import SCHEDULES, placed, read_chunks, read_modes
+from ._arguments import SCHEDULES, list_placements, read_chunks, read_modes
 from ._candidate import Candidate, SearchSpace
 from ._costs import Measured
-from ._host import looped, parameter_bytes
+from ._host import list_looped_placements, parameter_bytes
 from ._loss import waiting
 from ._search import nearest
 
@@ -103,7 +103,7 @@ def _something_fits(space: SearchSpace) -> bool:
 def relaxations(space: SearchSpace) -> dict[str, SearchSpace]:
     """Return the search spaces for other arguments, by a text that describes the change; small changes first."""
     measured, stages = space.measured, space.measured.stages
-    early = placed(SCHEDULES, stages, 0)[measured.placement] if stages == measured.devices else []
+    early = list_placements(SCHEDULES, stages, 0)[measured.placement] if stages == measured.devices else []
     plain = waiting(early) if measured.whole_loss else early
     # A profile with a single number of rows does not predict other micro-batch sizes.
     more = [m for m in read_chunks(None, measured.rows) if m > space.chunks[-1]] if measured.profile.others else []
@@ -123,7 +123,7 @@ def relaxations(space: SearchSpace) -> dict[str, SearchSpace]:
     if any(measured.optimizer) and not measured.host.parameters:
         stateless = replace(measured, optimizer=(0,) * measured.layers)
         found["optimizer='sgd', which has no state"] = replace(space, measured=stateless)
-    if not measured.host.parameters and (deeper := [*looped(measured.devices, measured.layers)]):
+    if not measured.host.parameters and (deeper := [*list_looped_placements(measured.devices, measured.layers)]):
         placement = deeper[-1]  # the most stages, which need the least memory
         on_host = replace(
             measured,

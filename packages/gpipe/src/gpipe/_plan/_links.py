@@ -67,7 +67,7 @@ def _read_pairs(bandwidth: Mapping[Any, Any], devices: int) -> dict[Pair, int]:
     return {pair: read_bytes(size, f"bandwidth[{pair}]") for pair, size in bandwidth.items()}
 
 
-def measured_links(devices: Sequence[torch.device]) -> Links:
+def measure_links(devices: Sequence[torch.device]) -> Links:
     """Return the links of real devices. CPUs share memory, so their links take no time.
 
     The measurement includes that a copy between GPUs without peer access passes through the host.
@@ -97,7 +97,7 @@ def levels(bandwidths: Mapping[Pair, float]) -> dict[Pair, float]:
     return found
 
 
-def measured_host_bandwidth(devices: Sequence[torch.device]) -> float:
+def measure_host_bandwidth(devices: Sequence[torch.device]) -> float:
     """Return the bytes per second between pinned memory of the host and the device with the slowest link to it.
 
     The default is assumed for devices without pinned memory.
@@ -126,7 +126,7 @@ def _bandwidth(source: torch.Tensor, device: torch.device, into: torch.Tensor | 
     return _TURNS * source.nbytes / (time.perf_counter() - begin)
 
 
-def described(used: Iterable[Link]) -> str:
+def describe_links(used: Iterable[Link]) -> str:
     """Return the bandwidths of links between devices as text."""
     known = sorted({link.bandwidth for link in used if link.bandwidth < math.inf}) or [LINK.bandwidth]
     texts = dict.fromkeys(f"{bandwidth / 1e9:.4g}" for bandwidth in (known[0], known[-1]))

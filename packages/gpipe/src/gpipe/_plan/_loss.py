@@ -67,13 +67,13 @@ class StepLoss:
         sums = returns_sums or self.loss_fn in SeenSums()
         return find_rule(self._call, batches, None, returns_sums=sums, adds=False) is None
 
-    def watched(self, tell: Callable[[LossValue], None]) -> nn.Module | None:
+    def watch(self, tell: Callable[[LossValue], None]) -> nn.Module | None:
         """Return the loss function to profile, or None. It passes each loss value to ``tell``."""
         if self.loss_fn is None:
             return None
         return _Watched(fresh(self.loss_fn), takes_output_alone(self.loss_fn, self.target), tell)
 
-    def refused(self, schedule: str) -> ValueError:
+    def build_error(self, schedule: str) -> ValueError:
         """Return the error for a loss of the full mini-batch under a schedule that cannot wait for it."""
         if self.own is not None:
             return of_model_under(self.own, schedule)

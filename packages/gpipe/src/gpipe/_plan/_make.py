@@ -23,7 +23,7 @@ from ..timeline import simulate
 from . import _arguments
 from ._arguments import OFFLOAD, SEARCH
 from ._blocks import Training, with_own_loss
-from ._calibrate import UNSURE, calibrated, train
+from ._calibrate import UNSURE, train, try_candidates
 from ._candidate import Candidate, SearchSpace, by_seconds
 from ._costs import Measured
 from ._data import Alternative, Expected, Prediction, layer_keys
@@ -31,13 +31,13 @@ from ._dry_run import ACCOUNT, dry_run
 from ._fake_devices import FakeDevices, read_fake
 from ._host import NOTE, host_notes, read_host
 from ._infeasible import expect_host, explain, recompute_blocks
-from ._links import described, measured_host_bandwidth
+from ._links import describe_links, measure_host_bandwidth
 from ._loss import read_loss
 from ._measure import measure
 from ._optimizer import optimizer_bytes
-from ._ordered import WORTH, ordered
+from ._ordered import WORTH, find_order
 from ._plan import Plan, remembering
-from ._planned import as_input, planned
+from ._planned import as_input, find_layers
 from ._request import Request, chunks_to_search, read_placements, read_places, read_profile
 from ._search import NEAR, search
 from ._without_weights import with_packed
@@ -151,17 +151,17 @@ def plan(
     takes_output_alone(loss_fn, target)  # or raises
     target = None if target is None else replicate_constants(target, "target")
     _arguments.expect_target(target, sample)
-    devices, facts = _arguments.read_facts(_arguments.listed_devices(devices, model))
+    devices, facts = _arguments.read_facts(_arguments.list_devices(devices, model))
     fake = read_fake(devices, bandwidth, latency)
     host = read_host(offload, host_memory, host_bandwidth)
-    found = planned(model, sample, lambda most: len(read_places(devices, fake, most)))
+    found = find_layers(model, sample, lambda most: len(read_places(devices, fake, most)))
     if not found.layers:
         raise ValueError("model: expected at least one layer, got none")
     places, given = (read_places(devices, fake, most) for most in (len(found.layers), _arguments.ALL))
     modes = _arguments.read_modes(checkpoint, separate_memory=places[0].type != "cpu")
     uses_host = host.parameters or OFFLOAD in modes
     if uses_host and not fake and host_bandwidth is None and places[0].type != "cpu":
-        host = replace(host, bandwidth=measured_host_bandwidth(places))
+        host = replace(host, bandwidth=measure_host_bandwidth(places))
     if not fake and (profile is None or calibrate):
         expect_data(model, "plan")
     request = Request(
@@ -184,10 +184,10 @@ def plan(
     )
     if found.division is not None:
         request = replace(request, loss=with_own_loss(Training(found, sample, target, request.loss)))
-    return _planned(request, calibrate=calibrate and fake is None)
+    return _make_plan(request, calibrate=calibrate and fake is None)
 
 
-def _planned(request: Request, *, calibrate: bool) -> Plan:
+def _make_plan(request: Request, *, calibrate: bool) -> Plan:
     spaces = measure(request)
     expect_host(spaces[0].measured)
     try:
@@ -203,14 +203,14 @@ def _planned(request: Request, *, calibrate: bool) -> Plan:
 
 
 def _chosen(request: Request, spaces: list[SearchSpace], *, calibrate: bool) -> Plan:
-    found = _ordered(request, _search(request, spaces))
+    found = _add_searched_order(request, _search(request, spaces))
     spread = GUESSED if request.fake else UNSURE
     notes = [_source(request, found[0].costs.measured)]
     if calibrate:
         try:
             given = request.places, request.sample, request.target, request.loss
             try_out = partial(train, request.model, copied(request.model.module), *given)
-            found, spread, note = calibrated(partial(_fits, request), found, try_out, partial(_dry_run, request))
+            found, spread, note = try_candidates(partial(_fits, request), found, try_out, partial(_dry_run, request))
         except torch.OutOfMemoryError:
             note = "not calibrated: not enough memory to train a copy of the model"
         notes.append(note)
@@ -218,7 +218,7 @@ def _chosen(request: Request, spaces: list[SearchSpace], *, calibrate: bool) -> 
 
 
 def _fits(request: Request, candidate: Candidate) -> bool:
-    return candidate.fits(candidate.costs.measured.ordered(request.memory))
+    return candidate.fits(candidate.costs.measured.reorder(request.memory))
 
 
 MOST_SEARCHES = 6
@@ -242,12 +242,12 @@ def _search(request: Request, spaces: list[SearchSpace]) -> list[Candidate]:
     raise explain(spaces[k], found[0], request.names, recompute_blocks(request.model.module))
 
 
-def _ordered(request: Request, found: list[Candidate]) -> list[Candidate]:
+def _add_searched_order(request: Request, found: list[Candidate]) -> list[Candidate]:
     """Return the candidates; a searched order is first if it is requested or worth it."""
     if request.schedule not in (None, SEARCH):
         return found
     best = {candidate.costs.measured.placement: candidate for candidate in reversed(found)}
-    searched = [ordered(candidate, candidate.costs.measured.ordered(request.memory)) for candidate in best.values()]
+    searched = [find_order(candidate, candidate.costs.measured.reorder(request.memory)) for candidate in best.values()]
     faster = by_seconds(candidate for candidate in searched if candidate is not None)
     if request.schedule is None:
         least = min(candidate.seconds for candidate in found)
@@ -270,7 +270,7 @@ def _dry_run(request: Request, candidate: Candidate) -> Candidate:
 
 
 def _source(request: Request, measured: Measured) -> str:
-    fake, profile, link = request.fake, measured.profile, f"links send {described(measured.links)}"
+    fake, profile, link = request.fake, measured.profile, f"links send {describe_links(measured.links)}"
     if fake:
         figures = dict.fromkeys((each.flops / 1e12, each.bandwidth / 1e12) for each in fake.each)
         reached = " or ".join(f"{flops:.0f} TFLOP/s and {bandwidth:.2f} TB/s" for flops, bandwidth in figures)
@@ -305,8 +305,8 @@ def _build_plan(found: Sequence[Candidate], request: Request, spread: Expected, 
     return Plan(
         layers=layer_keys(request.model.named.items()),
         own_forward=request.model.division is not None,
-        devices=tuple(measured.ordered(request.names)),
-        memory=tuple(measured.ordered(request.memory)),
+        devices=tuple(measured.reorder(request.names)),
+        memory=tuple(measured.reorder(request.memory)),
         rows=measured.rows,
         placement=measured.placement,
         sizes=best.sizes,
@@ -325,13 +325,13 @@ def _build_plan(found: Sequence[Candidate], request: Request, spread: Expected, 
             *notes,
             request.loss.note(best.schedule, whole=measured.whole_loss),
             best.note,
-            *_told_speeds(measured),
+            *_describe_speeds(measured),
             *host_notes(best),
         ),
     )
 
 
-def _told_speeds(measured: Measured) -> list[str]:
+def _describe_speeds(measured: Measured) -> list[str]:
     listed = ", ".join(f"{speed:.3g}" for speed in measured.speeds)
     return [f"relative speeds of the devices: {listed}"] if len({*measured.speeds}) > 1 else []
 

@@ -22,13 +22,13 @@ from ._blocks import Training, is_whole, profile_blocks
 from ._candidate import SearchSpace
 from ._costs import Measured, SharedParameter
 from ._dry_run import returns_sums
-from ._fake_devices import estimated
-from ._links import along, measured_links
+from ._fake_devices import estimate_profile
+from ._links import along, measure_links
 from ._loss import waiting
 from ._orders import orders
 from ._planned import Planned
 from ._request import Request
-from ._speeds import at_full_speed, estimated_speeds, measured_speeds, relative
+from ._speeds import at_full_speed, estimate_speeds, measure_speeds, relative
 
 SECONDS = 0.6
 """The seconds to profile layers per micro-batch size."""
@@ -49,7 +49,7 @@ def measure(request: Request) -> list[SearchSpace]:
     # On accelerators, work is queued ahead, so the overhead of the engine does not delay them.
     is_cpu, cores = place.type == "cpu", len(usable()) or os.cpu_count() or 1
 
-    between = request.fake.links if request.fake else measured_links(request.places)
+    between = request.fake.links if request.fake else measure_links(request.places)
 
     def of(order: tuple[int, ...], placement: tuple[int, ...], schedules: Sequence[str]) -> SearchSpace:
         measured = Measured(
@@ -70,13 +70,13 @@ def measure(request: Request) -> list[SearchSpace]:
             speeds=tuple(speeds[k] for k in order),
             order=order,
         )
-        return SearchSpace(measured, request.chunks, schedules, request.modes, measured.ordered(request.memory))
+        return SearchSpace(measured, request.chunks, schedules, request.modes, measured.reorder(request.memory))
 
     searched = [(each, waiting(names) if whole else names) for each, names in request.placements.items()]
     of_devices = orders([*zip(request.memory, speeds, strict=True)], between)
     spaces = [of(order, placement, names) for order in of_devices for placement, names in searched if names]
     if not spaces:
-        raise request.loss.refused(next(iter(request.placements.values()))[0])
+        raise request.loss.build_error(next(iter(request.placements.values()))[0])
     return spaces
 
 
@@ -100,14 +100,14 @@ def _profile(request: Request) -> tuple[Profile, bool, Sequence[float]]:
     places, devices, threads = request.places, len(request.places), torch.get_num_threads()
     with intra_op_threads(max(1, threads // devices) if places[0].type == "cpu" else threads):
         # Measured even if the caller passes speeds, because devices may differ more on this model than on all.
-        real = measured_speeds(places, request.model.module) if request.fake is None else [1.0] * devices
+        real = measure_speeds(places, request.model.module) if request.fake is None else [1.0] * devices
         found, whole = (_layers if request.model.division is None else _blocks)(request, real)
     if request.fake is None:
         return found, whole, relative(request.speeds, real)
     each = request.fake.each[:devices]
-    speeds = relative(request.speeds, estimated_speeds(found, each))
+    speeds = relative(request.speeds, estimate_speeds(found, each))
     is_timed = all(layer.seconds is not None for layer in found)
-    return found if is_timed else estimated(found, each[0]), whole, speeds
+    return found if is_timed else estimate_profile(found, each[0]), whole, speeds
 
 
 def _blocks(request: Request, speeds: Sequence[float]) -> tuple[Profile, bool]:
@@ -143,7 +143,7 @@ def _layers(request: Request, speeds: Sequence[float]) -> tuple[Profile, bool]:
         found = profile(
             layers, request.sample, device=torch.device("cpu") if place.type == "cpu" else place,
             rows=_sizes(count_rows(request.sample), request.chunks, len(request.places)), target=request.target,
-            loss_fn=loss.watched(tell), split_backward=True, timeout=SECONDS,
+            loss_fn=loss.watch(tell), split_backward=True, timeout=SECONDS,
         )  # fmt: skip
     if not seen and loss.loss_fn is not None and loss.is_whole(batches, returns_sums=False):  # a profile was given
         seen.append(returns_sums(request.model, request.sample, request.target, loss))

@@ -68,7 +68,7 @@ def optimizer_bytes(optimizer: Any, layers: Iterable[nn.Module]) -> list[int]:
 def _get_byte_counter(optimizer: Any) -> Callable[[nn.Parameter], float]:
     """Return a function from a trained parameter to the bytes of its state."""
     if isinstance(optimizer, str):
-        return _named(optimizer, optimizer).count_bytes
+        return _parse_name(optimizer, optimizer).count_bytes
     if isinstance(optimizer, Optimizer):
         return _of_instance(optimizer).count_bytes
     if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
@@ -91,12 +91,12 @@ def _of_instance(optimizer: Optimizer) -> State:
 
 
 def _of_class(kind: type[Optimizer]) -> State:
-    found = _named(kind.__name__, kind)
+    found = _parse_name(kind.__name__, kind)
     # The states of bitsandbytes have 32 bits, whatever the dtype of the parameter.
     return found if found.bits or kind.__module__.split(".")[0] != "bitsandbytes" else found._replace(bits=32)
 
 
-def _named(name: str, given: object) -> State:
+def _parse_name(name: str, given: object) -> State:
     match = _NAME.fullmatch(_DECORATION.sub("", name.lower()))
     if match is None or match[1] not in (*STATES, ADAFACTOR):
         known = ", ".join(map(repr, [*STATES, ADAFACTOR]))

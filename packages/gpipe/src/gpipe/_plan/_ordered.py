@@ -18,7 +18,7 @@ It is an order for one number of micro-batches, so it cannot run on a mini-batch
 """
 
 
-def ordered(candidate: Candidate, memory: Sequence[float | None]) -> Candidate | None:
+def find_order(candidate: Candidate, memory: Sequence[float | None]) -> Candidate | None:
     """Return the candidate with a searched order that is at least as fast and fits; None if there is none.
 
     Args:
@@ -43,7 +43,10 @@ def ordered(candidate: Candidate, memory: Sequence[float | None]) -> Candidate |
             # Weight gradients that wait hold more, for a part of the time.
             activation_bytes=[each.kept + each.waiting * (j in split) for j, each in enumerate(sizes)],
             boundary_bytes=[each.bare for each in sizes],
-            memory=[None if room is None else max(0.0, room - candidate.fixed(k)) for k, room in enumerate(memory)],
+            memory=[
+                None if room is None else max(0.0, room - candidate.compute_fixed_bytes(k))
+                for k, room in enumerate(memory)
+            ],
             checkpoint_stop=compute_stops(candidate.modes, m),
             split=split,
         )

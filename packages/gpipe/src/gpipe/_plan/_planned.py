@@ -71,7 +71,7 @@ class Planned:
         return self.division is not None and not is_number and not tensor.is_meta
 
 
-def planned(module: nn.Module, sample: Any, stages: Callable[[int], int]) -> Planned:
+def find_layers(module: nn.Module, sample: Any, stages: Callable[[int], int]) -> Planned:
     """Return the layers of a model.
 
     Args:

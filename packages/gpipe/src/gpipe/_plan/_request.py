@@ -13,9 +13,9 @@ from profiler import Profile
 
 from ..module._arguments import check_devices
 from ..schedule._named import BREADTH_FIRST
-from ._arguments import LOOPS, count_rows, placed, read_chunks, read_schedules
+from ._arguments import LOOPS, count_rows, list_placements, read_chunks, read_schedules
 from ._fake_devices import FAKE, FakeDevices
-from ._host import STAGES, Host, looped
+from ._host import STAGES, Host, list_looped_placements
 from ._loss import StepLoss
 from ._planned import Planned
 
@@ -89,7 +89,7 @@ def read_placements(
     schedules = read_schedules(schedule)
     # On a plain "cpu" each stage has its own worker, so no two stages share a device.
     several = 0 if torch.device("cpu") in places else layers
-    found = placed(schedules, len(places), several)
+    found = list_placements(schedules, len(places), several)
     if not found:
         raise ValueError(
             f"schedule: {schedules[0]!r} runs {LOOPS} stages per device; it needs several distinct devices, such as "
@@ -101,7 +101,7 @@ def read_placements(
 def _with_host(places: Sequence[torch.device], layers: int, schedule: str | None) -> dict[tuple[int, ...], list[str]]:
     if schedule not in (None, BREADTH_FIRST):
         raise ValueError(f"schedule: with offload=True, only {BREADTH_FIRST!r} is searched; got {schedule!r}")
-    found = looped(len(places), layers)
+    found = list_looped_placements(len(places), layers)
     if not found:
         raise ValueError(
             f"offload: expected at least {STAGES[0]} layers per device, one for each stage, since a device holds two "

@@ -104,7 +104,7 @@ def even(costs: Costs) -> tuple[Sizes, float]:
     def seconds(j: int, first: int, end: int) -> float:
         return (total[end] - total[first]) / measured.speed(j)
 
-    sizes = divided([0.0] * len(total), measured.stages, seconds, math.inf)
+    sizes = divide_layers([0.0] * len(total), measured.stages, seconds, math.inf)
     assert sizes is not None
     return sizes, max(seconds(j, *own) for j, own in enumerate(bounds(sizes)))
 
@@ -113,7 +113,7 @@ def find_best(options: Options) -> Candidate | None:
     """Return the fastest candidate that a local search finds from a few starts; None if nothing fits."""
     found = list[Candidate]()
     for each in _starts(options):
-        sizes = _placed(each)
+        sizes = _find_balance(each)
         if sizes is not None and (start := _LazyCandidate.of(each, sizes)).candidate.fits_host:
             found.append(start.improved().candidate)
             if {*start.candidate.modes} == {"never"}:
@@ -173,7 +173,7 @@ class _LazyCandidate:
 
     def near(self) -> Iterator[_LazyCandidate]:
         """Yield the neighbors: one layer on a different stage, or a different option of one stage."""
-        for sizes in shifted(self._sizes):
+        for sizes in shift_layers(self._sizes):
             yield _LazyCandidate.of(self._options, sizes)
         for j, own in enumerate(bounds(self._sizes)):
             for option in self._options.fitting(j, *own):
@@ -195,10 +195,10 @@ def _bound(chosen: Sequence[StageOption], hops: Sequence[float]) -> float:
     return least
 
 
-def shifted(sizes: Sizes) -> Iterator[Sizes]:
+def shift_layers(sizes: Sizes) -> Iterator[Sizes]:
     """Yield all sizes with one layer moved to a nearby stage. The layers in between shift by one stage.
 
-    >>> list(shifted((2, 1, 2)))
+    >>> list(shift_layers((2, 1, 2)))
     [(3, 1, 1), (1, 2, 2), (2, 2, 1), (1, 1, 3)]
     """
     for j, k in permutations(range(len(sizes)), 2):
@@ -206,7 +206,7 @@ def shifted(sizes: Sizes) -> Iterator[Sizes]:
             yield tuple(size + (i == j) - (i == k) for i, size in enumerate(sizes))
 
 
-def _placed(options: Options) -> Sizes | None:
+def _find_balance(options: Options) -> Sizes | None:
     """Return the feasible balance whose slowest stage is fastest; None if nothing fits."""
 
     def busy(j: int, first: int, end: int) -> float:
@@ -221,7 +221,7 @@ def _placed(options: Options) -> Sizes | None:
     fastest = max(measured.speeds, default=1.0)
     behind = [m * size / fastest for size in accumulate(reversed(work), initial=0.0)][::-1]
     least = m * (slowest + 2 * measured.action)
-    found = (divided(behind, measured.stages, busy, least * wider) for wider in _WIDER)
+    found = (divide_layers(behind, measured.stages, busy, least * wider) for wider in _WIDER)
     return next((sizes for sizes in found if sizes is not None), None)
 
 
@@ -229,7 +229,7 @@ Weight = Callable[[int, int, int], float]
 """The weight of stage j with a range of layers; infinite if these layers, or more of them, do not fit."""
 
 
-def divided(behind: Sequence[float], stages: int, weight: Weight, most: float) -> Sizes | None:
+def divide_layers(behind: Sequence[float], stages: int, weight: Weight, most: float) -> Sizes | None:
     """Return the sizes whose heaviest stage is lightest and weighs at most ``most``; None if there are none.
 
     Args:
@@ -271,5 +271,5 @@ def least_memory(options: Options) -> Candidate:
 
     even = tuple(layers * (j + 1) // stages - layers * j // stages for j in range(stages))
     most = max(share(j, *own) for j, own in enumerate(bounds(even)))
-    sizes = divided([0.0] * (layers + 1), stages, share, most) or even
+    sizes = divide_layers([0.0] * (layers + 1), stages, share, most) or even
     return _LazyCandidate(options, sizes, [options.least(j, *own) for j, own in enumerate(bounds(sizes))]).candidate

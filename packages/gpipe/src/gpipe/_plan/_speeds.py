@@ -11,19 +11,19 @@ from torch import nn
 
 from profiler import LayerProfile, Profile
 
-from ._fake_devices import FakeDevice, estimated
+from ._fake_devices import FakeDevice, estimate_profile
 
 _WIDTH, _TURNS = 4096, 10
 """The rows and columns of the matrices that are multiplied, and how often."""
 
 
-def estimated_speeds(profile: Profile, devices: Sequence[FakeDevice]) -> list[float]:
+def estimate_speeds(profile: Profile, devices: Sequence[FakeDevice]) -> list[float]:
     """Return the speeds of hypothetical devices on these layers."""
-    seconds = {each: sum(layer.seconds or 0.0 for layer in estimated(profile, each)) for each in {*devices}}
+    seconds = {each: sum(layer.seconds or 0.0 for layer in estimate_profile(profile, each)) for each in {*devices}}
     return [seconds[devices[0]] / seconds[each] if seconds[each] else 1.0 for each in devices]
 
 
-def measured_speeds(devices: Sequence[torch.device], model: nn.Module) -> list[float]:
+def measure_speeds(devices: Sequence[torch.device], model: nn.Module) -> list[float]:
     """Return the speeds of real devices: of products of matrices, in the dtype of the model's parameters.
 
     Devices with the same name count as equally fast, and are not measured.
@@ -70,13 +70,13 @@ def at_full_speed(profile: Profile, speeds: Sequence[float]) -> Profile:
         return profile
     return replace(
         profile,
-        layers=tuple(_scaled(layer, speed) for layer, speed in zip(profile.layers, speeds, strict=True)),
-        loss=profile.loss and _scaled(profile.loss, speeds[-1]),
+        layers=tuple(_scale_seconds(layer, speed) for layer, speed in zip(profile.layers, speeds, strict=True)),
+        loss=profile.loss and _scale_seconds(profile.loss, speeds[-1]),
         others=tuple(at_full_speed(other, speeds) for other in profile.others),
     )
 
 
-def _scaled(layer: LayerProfile, speed: float) -> LayerProfile:
+def _scale_seconds(layer: LayerProfile, speed: float) -> LayerProfile:
     names = ("forward_seconds", "backward_seconds", "backward_input_seconds")
     known = {name: getattr(layer, name) for name in names}
     return replace(layer, **{name: seconds * speed for name, seconds in known.items() if seconds is not None})

@@ -85,15 +85,15 @@ def _alternative(other: Alternative) -> list[str]:
     return [
         other.schedule,
         str(other.chunks),
-        modes[0] if len(set(modes)) == 1 else _listed(modes),
-        _listed(other.balance),
+        modes[0] if len(set(modes)) == 1 else _format_values(modes),
+        _format_values(other.balance),
         format_seconds(other.seconds),
         format_bytes(other.bytes),
         other.reason,
     ]
 
 
-def _listed(values: Sequence[object]) -> str:
+def _format_values(values: Sequence[object]) -> str:
     """Return the values as text. Repeated values in a long list are written once, with a count."""
     if len(values) <= _MANY:
         return ", ".join(map(str, values))

@@ -85,7 +85,7 @@ def verify(plan: Plan, pipe: GPipe, x: Any, y: Any, loss: Loss) -> Verification:
     """
     schedule = plan.step_arguments["schedule"]
     with as_before(pipe):
-        seconds = timed(pipe, x, y, loss, schedule)
+        seconds = time_steps(pipe, x, y, loss, schedule)
         with record() as timeline:
             pipe.step(x, y, **loss, schedule=schedule)
         # The memory of loaded parameters is not allocated by actions.
@@ -94,7 +94,7 @@ def verify(plan: Plan, pipe: GPipe, x: Any, y: Any, loss: Loss) -> Verification:
     return Verification(plan.predicted.seconds.mid, median(seconds), predicted, tuple(sizes), timeline)
 
 
-def timed(pipe: GPipe, x: Any, y: Any, loss: Loss, schedule: str | Schedule) -> list[float]:
+def time_steps(pipe: GPipe, x: Any, y: Any, loss: Loss, schedule: str | Schedule) -> list[float]:
     """Return the seconds of each of :data:`STEPS` training steps, after warm-up steps."""
 
     def step() -> float:

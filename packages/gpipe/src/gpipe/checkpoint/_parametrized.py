@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from .._forks import fork_lock
-from .._torch import is_intercepting, parametrized_cache, replace_cached, set_parametrized_cache
+from .._torch import get_parametrize_cache, is_intercepting, replace_cached, set_parametrized_cache
 
 Cache = dict[Any, Tensor | None]
 
@@ -52,7 +52,7 @@ class _Process:
     def _begin(self, user: object) -> None:
         with self._lock:
             if not self._users:
-                self._count, self._cache = parametrized_cache()
+                self._count, self._cache = get_parametrize_cache()
             self._users.add(user)
             set_parametrized_cache(self, self)  # also with other users, whose end may have been interrupted
 
@@ -66,7 +66,7 @@ class _Process:
     def counts(self) -> bool:
         """Return whether a thread outside pipes is inside ``cached()``."""
         with self._lock:
-            return bool(self._count if self._users else parametrized_cache()[0])
+            return bool(self._count if self._users else get_parametrize_cache()[0])
 
     def _here(self) -> Cache | None:
         if is_intercepting():

@@ -21,7 +21,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from streams import waiting
 
-from .._torch import used_by_graphs
+from .._torch import find_used_by_graphs
 from ..values._leaves import accumulate_gradient, is_custom, own_memory, storage_id
 from . import _autograd_calls as _engine
 from ._leaked_graphs import expect_unguarded
@@ -217,7 +217,7 @@ def counts_of_hooks(leaves: Iterable[Tensor]) -> list[int]:
 def find_kept(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Return the ``parameters`` whose ``AccumulateGrad`` node outlives a run, because a hook or graph refers to it."""
     # A node refers to its parameter, so a parameter with only one reference has no node. This excludes most of them.
-    several = dict.fromkeys(used_by_graphs(parameters))  # no duplicates, although stages may share parameters
+    several = dict.fromkeys(find_used_by_graphs(parameters))  # no duplicates, although stages may share parameters
     return [p for p in several if p.requires_grad and _is_kept(p)]
 
 

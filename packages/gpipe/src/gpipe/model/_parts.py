@@ -7,7 +7,7 @@ from collections.abc import Collection, Generator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from .._gpipe import indented
+from .._gpipe import indent
 from ..module._init._model import Own
 from ._blocks import Blocks, Division, map_blocks_to_stages
 
@@ -20,7 +20,7 @@ class Part(nn.Module):
 
     def __repr__(self) -> str:
         shown = {name: each for name, each in self.named_children() if not isinstance(each, Own)}
-        lines = [f"  ({name}): {indented(repr(each))}" for name, each in shown.items()]
+        lines = [f"  ({name}): {indent(repr(each))}" for name, each in shown.items()]
         return "\n".join([f"{type(self).__name__}(", *lines, ")"])
 
     def forward(self) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from profiler.text import format_bytes, format_seconds, format_share
 
-from .._page import escaped
+from .._page import escape_xml
 from ..schedule import Kind
 from ..schedule._actions import MOVES
 from ._events import Event
@@ -105,7 +105,7 @@ def _cell(event: Event, begin: float, shade: float, pace: float, top: float) -> 
     y, height = (top + LANE, STRIP) if event.moves else (top, LANE)
     yield (
         f'<rect class="cell" x="{x:.2f}" y="{y}" width="{drawn:.2f}" height="{height}" fill="{COLOURS[event.kind]}" '
-        f'fill-opacity="{shade:.2f}"><title>{escaped(describe(event, begin))}</title></rect>'
+        f'fill-opacity="{shade:.2f}"><title>{escape_xml(describe(event, begin))}</title></rect>'
     )
     if event.moves:
         return
@@ -139,4 +139,4 @@ def _legend(kinds: set[Kind], y: float) -> Iterator[str]:
 
 
 def _text(x: float, y: float, what: str, style: str = "") -> str:
-    return f'<text class="{style}" x="{x:.2f}" y="{y:.2f}">{escaped(what)}</text>'
+    return f'<text class="{style}" x="{x:.2f}" y="{y:.2f}">{escape_xml(what)}</text>'
