@@ -5,8 +5,6 @@ import copy
 from pathlib import Path
 from types import SimpleNamespace
 
-import microbatch
-import streams
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +12,8 @@ from packages.streams.tests.interleavings.interrupts import Interrupts
 from torch import Tensor, nn
 
 import gpipe
+import microbatch
+import streams
 from gpipe import GPipe
 
 from .interleavings.scenarios import expect_nothing_left
