@@ -108,7 +108,7 @@ def test_step_after_interrupt_is_right(
 
 
 def test_every_file_has_places() -> None:
-    trial = Trial("1f1b", "never", inline=False, blocks=True)
+    trial = Trial(None, "always", inline=False, blocks=True)
     trial.step()
     places = Interrupts(FILES)
     places.during(trial.step)
