@@ -6,12 +6,11 @@ No thread of the child could release a lock that another thread held during the 
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
 
 from streams import waiting
 
 
-def fork_lock() -> AbstractContextManager[object]:
+def fork_lock() -> waiting.RLock:
     """Return a reentrant lock that lives as long as the process."""
     lock = waiting.RLock()
     if hasattr(os, "register_at_fork"):

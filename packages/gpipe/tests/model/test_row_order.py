@@ -29,9 +29,18 @@ def test_reordering_is_distinguished_from_other_values(order: list[int], dim: in
     assert are_in_order(others, numbers, dtype) is None
 
 
-def test_entries_that_are_alike_are_in_any_order() -> None:
-    whole = torch.ones(6, 4)
-    assert are_in_order([compute_numbers(part, 0) for part in whole.chunk(3)], compute_numbers(whole, 0), whole.dtype)
+@given(
+    st.floats(1e-3, 1e3),
+    st.integers(1, 40),
+    st.integers(1, 40),
+    st.integers(1, 6),
+    st.sampled_from([torch.float32, torch.float64]),
+)
+def test_entries_that_are_alike_are_in_any_order(
+    value: float, rows: int, columns: int, chunks: int, dtype: torch.dtype
+) -> None:
+    whole = torch.full((rows, columns), value, dtype=dtype)
+    assert are_in_order([compute_numbers(part, 0) for part in whole.chunk(chunks)], compute_numbers(whole, 0), dtype)
 
 
 class Ordered(Residuals):

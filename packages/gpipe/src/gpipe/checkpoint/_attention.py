@@ -51,7 +51,7 @@ class _Turns:
 
     def __init__(self) -> None:
         self._lock = fork_lock()
-        self._changed = waiting.Condition(self._lock)  # type: ignore[arg-type]
+        self._changed = waiting.Condition(self._lock)
         self._running: set[object] = set()
         self._now: Kernels = None
         self._of_process: tuple[Any, ...] = ()

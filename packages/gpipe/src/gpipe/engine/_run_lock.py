@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from itertools import chain
 from threading import get_ident
 from typing import TypeVar
@@ -24,7 +24,7 @@ from .._forks import fork_lock
 from .._torch import set_grad_mode
 
 RunLocks = tuple[object, ...]
-"""Run locks of pipes, and other things that one thread has at a time: see :func:`holding`."""
+"""Run locks of pipes, and other things that one thread has at a time: see :class:`Held`."""
 
 
 T = TypeVar("T")
@@ -36,10 +36,12 @@ class _Inside(threading.local):
     Attributes:
         serves: the run locks of the runs that wait for this thread.
         holds: the run locks that it holds, outermost first.
+        held: the other lock that it holds, if any.
     """
 
     serves: RunLocks = ()
     holds: RunLocks = ()
+    held: Held | None = None
 
 
 _inside = _Inside()
@@ -61,24 +63,49 @@ def serving(run_locks: RunLocks) -> Iterator[None]:
         _inside.serves, _inside.holds = before
 
 
-@contextmanager
-def holding(thing: object, lock: AbstractContextManager[object]) -> Iterator[None]:
-    """Hold ``lock`` inside a ``with`` block in which a layer may run a pipe.
+class Held:
+    """A lock that a thread has while it runs a layer, except while it waits for a run lock.
+
+    Otherwise it would deadlock with the thread that has the run lock and waits for this lock.
 
     Args:
         thing: identifies the lock.
 
-    Raises:
-        RuntimeError: waiting would be a deadlock with other threads.
+    Attributes:
+        is_held: whether the thread has the lock.
     """
-    with waiting_for(thing), lock:
-        _waits.pop(get_ident(), None)
-        before = _inside.holds
-        try:
-            _inside.holds = (*before, thing)
-            yield
-        finally:
-            _inside.holds = before
+
+    def __init__(self, thing: object, lock: waiting.RLock) -> None:
+        self._thing, self._lock = thing, lock
+        self.is_held = False
+
+    def acquire(self) -> None:
+        """Wait for the lock.
+
+        Raises:
+            RuntimeError: waiting would be a deadlock with other threads.
+        """
+        with waiting_for(self._thing), self._lock:
+            _waits.pop(get_ident(), None)
+            # Once more, until release(). No interrupt can arrive between these two lines.
+            self.is_held = True
+            self._lock.acquire()
+        _inside.held, _inside.holds = self, (*_inside.holds, self._thing)
+
+    def release(self) -> None:
+        """Release the lock, if the thread has it."""
+        if not self.is_held:
+            return
+        holds = tuple([each for each in _inside.holds if each is not self._thing])
+        _inside.held, _inside.holds, self.is_held = None, holds, False
+        self._lock.release()
+
+    def pause(self) -> None:
+        """Release the lock until :meth:`resume`."""
+        self.release()
+
+    def resume(self) -> None:
+        self.acquire()
 
 
 @contextmanager
@@ -138,14 +165,19 @@ class RunLock:
         if self in _inside.holds:
             return work()
         self._expect_an_end()
+        held, before = _inside.held, (_inside.serves, _inside.holds)
+        if held is not None:
+            held.pause()
         # Reentrant, because after an interrupt this thread may hold the lock although ``_inside`` does not record it.
         with waiting_for(self), self._lock:
             _waits.pop(get_ident(), None)
             self._process = os.getpid()
-            activity, before, grad = current.work, (_inside.serves, _inside.holds), torch.is_grad_enabled()
+            activity, grad = current.work, torch.is_grad_enabled()
             # An interrupt may arrive between any two lines, including the lines that restore the previous state.
             try:
                 _inside.holds = (*_inside.holds, self)
+                if held is not None:
+                    held.resume()
                 return work()
             finally:
                 # Assignments first, because signals are handled only after calls.

@@ -153,6 +153,7 @@ class Calls:
         uses: the calls of blocks, and the uses of their outputs; None unless a replay computes the model's output.
         used: the outputs of blocks that the model itself uses, on the last stage; set at the end.
         orders: values that show the order of the rows in arguments of blocks; set at the end.
+        drew: the names of the generators of Python and NumPy that the model has used before its last call of a block.
         between: the mode that intercepts operations between blocks.
         is_done: whether the remaining operations of the model have no effect.
         until: the stage in this process whose turn it is.
@@ -168,6 +169,7 @@ class Calls:
         self.uses = Uses(type(run.model).__name__, known, self.tensors) if run.replays else None
         self.used: dict[Place, Tensor] = {}
         self.orders: dict[Entries, Tensor] = {}
+        self.drew = set[str]()
         self.between = Between(self)
         self.is_done, self.until = False, 0
         # After a complete forward, a replay repeats the operations after its last block.
@@ -230,10 +232,12 @@ class Calls:
         at = current.work.rng.at
         self._end_piece = self._run.numbers.begin((at, self._sizes), (self._microbatch, at))
 
-    def leave_piece(self) -> None:
+    def leave_piece(self) -> Sequence[str]:
+        """End the operations before a call of a block. Return the names of the generators that they have used."""
         end, self._end_piece = self._end_piece, _nothing
         if drew := end():
             self._run.expect_drawing(drew)
+        return drew
 
     def _drawing(self, module: nn.Module, function: Any, at: int) -> Callable[..., Any]:
         """Return ``function``, which calls a block, with separate states of Python's and NumPy's generators."""
@@ -258,7 +262,7 @@ class Calls:
         if not is_block and stage < self.tensors.stage:
             return function(*args, **kwargs)  # a later stage runs it, on copies of its parameters
         self.between.expect_no_checkpoint(is_block=True)
-        self.leave_piece()
+        self.drew.update(self.leave_piece())
         place = 2 * self._number + 1
         self._number += is_block
         function = self._drawing(module, function, place)

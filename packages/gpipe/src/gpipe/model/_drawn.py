@@ -6,7 +6,7 @@ if the model's output depends on a result, its random numbers would not match th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,12 +21,17 @@ from ._generators import find_changed_generators, generator_states
 
 
 class Draws:
-    """Counts the draws of this thread inside :meth:`watched`, and tracks the tensors that depend on them."""
+    """Counts the draws of this thread inside :meth:`watched`, and tracks the tensors that depend on them.
+
+    Args:
+        drew: the names of the generators of Python and NumPy that the micro-batches used between blocks, which are not
+            the thread's own. If they are unknown, no other thread may use generators meanwhile; their states tell then.
+    """
 
     module = None
 
-    def __init__(self) -> None:
-        self.count = 0
+    def __init__(self, drew: Collection[str] | None) -> None:
+        self.count, self._drew = 0, drew
         self._around: Any = current.work.rng
         self._tensors = ByTensor[bool]()
         self._before: Any = None
@@ -70,4 +75,5 @@ class Draws:
 
     def elsewhere(self) -> str:
         """Return the name of a generator outside torch that was used, Python's or NumPy's, or an empty string."""
-        return next(iter(find_changed_generators(self._before)), "")
+        drew = find_changed_generators(self._before) if self._drew is None else self._drew
+        return next(iter(drew), "")

@@ -54,12 +54,15 @@ class Facts(NamedTuple):
         used: the returned tensors that the model itself uses, in its own operations or in its output.
         changed: the used tensors that the model modifies in place afterwards.
         changes_inputs: whether the model modifies its inputs in place.
+        drew: the names of the generators of Python and NumPy that the model used before its last call of a block; None
+            if unknown.
     """
 
     answers: Sequence[Answer]
     used: frozenset[Place]
     changed: frozenset[Place]
     changes_inputs: bool
+    drew: frozenset[str] | None
 
     def begins_with(self, answers: Sequence[Answer]) -> bool:
         """Return whether the last of ``answers`` is like the one of the same call here."""
@@ -85,7 +88,9 @@ def join_facts(found: Sequence[Facts], model: str) -> Facts:
         frozenset[Place]().union(*each) for each in zip(*[(facts.used, facts.changed) for facts in found], strict=True)
     )
     # Sizes differ between runs. The sizes of the first micro-batch are compared with the full mini-batch.
-    return Facts(first.answers, used, changed, any(facts.changes_inputs for facts in found))
+    known = [facts.drew for facts in found if facts.drew is not None]
+    drew = frozenset[str]().union(*known) if len(known) == len(found) else None
+    return Facts(first.answers, used, changed, any(facts.changes_inputs for facts in found), drew)
 
 
 def _kind(leaf: Any) -> Any:

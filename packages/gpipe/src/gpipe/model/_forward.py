@@ -60,6 +60,11 @@ class Forward:
         return self._calls.uses
 
     @property
+    def drew(self) -> set[str]:
+        """The names of the generators of Python and NumPy that the model has used before its last call of a block."""
+        return self._calls.drew
+
+    @property
     def used(self) -> dict[Place, Tensor]:
         """The outputs of blocks that the model itself uses, on the last stage; known at the end."""
         return self._calls.used

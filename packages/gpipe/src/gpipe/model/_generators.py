@@ -5,10 +5,8 @@ from __future__ import annotations
 import pickle
 import random
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +14,7 @@ import torch
 from streams import has_streams
 
 from .._forks import fork_lock
-from ..engine._run_lock import holding
+from ..engine._run_lock import Held, locks_of_thread
 
 _PYTHON, _NUMPY = "Python's random", "numpy.random"
 
@@ -46,12 +44,18 @@ def find_changed_generators(before: dict[str, Any]) -> list[str]:
 
 @contextmanager
 def generators_restored() -> Iterator[None]:
-    """Restore the states afterwards."""
-    before = generator_states()
+    """Restore the states afterwards. No piece of another forward runs in between."""
+    held = Held(_GENERATORS, _lock)
     try:
-        yield
+        if not is_locked():
+            held.acquire()
+        before = generator_states()
+        try:
+            yield
+        finally:
+            set_generator_states(before)
     finally:
-        set_generator_states(before)
+        held.release()
 
 
 @contextmanager
@@ -69,13 +73,11 @@ _lock = fork_lock()
 """Held while the generators of the interpreter have the states of one piece of a forward."""
 
 
-class _Thread(threading.local):
-    """Records whether this thread holds the lock."""
+def is_locked() -> bool:
+    """Return whether the lock is held by this thread, or by one that waits for it."""
+    return _GENERATORS in locks_of_thread()
 
-    is_inside = False
 
-
-_thread = _Thread()
 Drawing = dict[Any, bool]
 """Maps the key of a piece of a forward to whether the piece uses random numbers."""
 
@@ -90,12 +92,15 @@ class Numbers:
 
     Args:
         drawing: whether known pieces use random numbers. A piece that is not known yet may use them.
+
+    Attributes:
+        is_nested: whether the run is inside a piece of another pipe, whose thread has the lock and waits for the run.
+            Then its pieces are not told apart, as their threads would wait for that lock forever.
     """
 
     def __init__(self, drawing: Drawing) -> None:
         self._drawing = drawing
-        # If a run is inside a piece of another pipe, its threads would deadlock with the thread that waits for them.
-        self._is_nested = _thread.is_inside
+        self.is_nested = is_locked()
         self._seeds: dict[str, int] = {}
         self._advanced: set[str] = set()
 
@@ -108,22 +113,26 @@ class Numbers:
             key: the properties that determine whether the piece uses random numbers.
             place: numbers that are unique to the piece in this run.
         """
-        if self._is_nested or not self._drawing.get(key, True):
+        if is_locked() or not self._drawing.get(key, True):
             return _nothing
-        held = ExitStack()
-        held.enter_context(holding(_GENERATORS, _lock))
-        outer, _thread.is_inside = _thread.is_inside, True
-        before = generator_states()
+        piece = _Piece(self, key, place)
+        try:
+            piece.acquire()
+            piece.begin()
+        except BaseException:
+            piece.release()
+            raise
+        return piece.end
+
+    def seed(self, states: dict[str, Any], place: Sequence[int]) -> None:
+        """Give the generators the states of the piece at ``place``, in a run that begins with these ``states``."""
         if not self._seeds:
-            self._seeds = {name: _next_seed(name, state) for name, state in before.items()}
+            self._seeds = {name: _next_seed(name, state) for name, state in states.items()}
         for name, seed in self._seeds.items():
             _seed(name, [seed, *place])
-        held.callback(setattr, _thread, "is_inside", outer)
-        return partial(self._end, key, before, generator_states(), held)
 
-    def _end(self, key: Any, before: dict[str, Any], own: dict[str, Any], held: ExitStack) -> Sequence[str]:
-        drew = find_changed_generators(own)
-        set_generator_states(before)
+    def learn(self, key: Any, drew: Sequence[str]) -> None:
+        """Record which generators a piece has used, and let these advance."""
         for name in {*drew} - self._advanced:
             self._advanced.add(name)
             _advance(name)
@@ -131,7 +140,44 @@ class Numbers:
             self._drawing.clear()
         if drew or sys.exc_info()[0] is None:  # a piece that failed may not have reached its first number
             self._drawing[key] = bool(drew) or self._drawing.get(key, False)
-        held.close()
+
+
+class _Piece(Held):
+    """A piece that has begun: the lock, and the piece's own states of the generators."""
+
+    def __init__(self, numbers: Numbers, key: Any, place: Sequence[int]) -> None:
+        super().__init__(_GENERATORS, _lock)
+        self._numbers, self._key, self._place = numbers, key, place
+
+    def begin(self) -> None:
+        self._before = generator_states()
+        try:
+            self._numbers.seed(self._before, self._place)
+            self._first = generator_states()
+        except BaseException:
+            set_generator_states(self._before)
+            raise
+
+    def pause(self) -> None:
+        self._paused = generator_states()
+        set_generator_states(self._before)
+        super().pause()
+
+    def resume(self) -> None:
+        super().resume()
+        self._before = generator_states()
+        set_generator_states(self._paused)
+
+    def end(self) -> Sequence[str]:
+        """End the piece. Return the names of the generators that it has used."""
+        if not self.is_held:  # an error while it waited
+            return ()
+        try:
+            drew = find_changed_generators(self._first)
+            set_generator_states(self._before)
+            self._numbers.learn(self._key, drew)
+        finally:
+            self.release()
         return drew
 
 

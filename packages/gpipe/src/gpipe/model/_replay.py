@@ -93,7 +93,7 @@ class Replay:
         self._leaves = Leaves()
         self._filled: dict[Place, Tensor] = {}
         self._placeholders: dict[int, tuple[Tensor, Argument]] = {}
-        self._draws = Draws()
+        self._draws = Draws(facts.drew)
         around = outside(model, blocks) if model.training else []
         self._buffers = copy_small_buffers(buffer for module in around for buffer in module.buffers(recurse=False))
         self._held = copy_dicts(module._buffers for module in around)

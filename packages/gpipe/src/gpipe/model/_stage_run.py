@@ -133,7 +133,7 @@ class ModelRun(StageRuns):
             with self._divided_model.answering(), without_cache(self.model):
                 yield
             if not self.replays:
-                self._known.setdefault(self.kind, Facts((), frozenset(), frozenset(), changes_inputs=False))
+                self._known.setdefault(self.kind, Facts((), frozenset(), frozenset(), changes_inputs=False, drew=None))
         finally:
             try:
                 self._abandon()
@@ -177,7 +177,8 @@ class ModelRun(StageRuns):
         if forward.uses is not None:
             uses = forward.uses
             used, changed = frozenset(forward.used), frozenset(uses.changed)
-            self._shown.append(Facts(uses.answers, used, changed, uses.changes_inputs))
+            drew = None if self.numbers.is_nested else frozenset(forward.drew)
+            self._shown.append(Facts(uses.answers, used, changed, uses.changes_inputs, drew))
 
     @property
     def facts(self) -> Facts:
