@@ -133,7 +133,8 @@ FAULTS = [
     Fault("the claim is not released", EXCLUSIVE, "                    _claimed.pop(self, None)\n", "                    pass\n", STEP),
     Fault("a cycle of waits is not detected", EXCLUSIVE, "            _expect_no_cycle(wanted, {*mine})\n", "", ("each-other",)),
     Fault("a wait is recorded after the check of both", EXCLUSIVE, "            _waits[get_ident()] = mine, wanted\n", "", ("each-other",)),
-    Fault("the lock of the generators is not among the waits", EXCLUSIVE, "        with waiting_for(self._thing), self._lock:\n", "        with self._lock:\n", ("pipe-in-a-block",)),
+    Fault("a piece keeps the generators while it waits for a run lock", EXCLUSIVE, "            held.pause()\n", "            held = None\n",
+          ("pipe-in-a-block", "pipe-between-blocks")),
     Fault("close does not wait for a run", "gpipe._gpipe", "        self._workers.run_lock.run(self._workers.close)",
           "        self._workers.close()", ("closed-while-computing",)),
     # gradients and random numbers
@@ -143,7 +144,7 @@ FAULTS = [
           ("two-seeds",)),
     Fault("the lock of the seeds is shared by all runs", RANDOM, "        self._lock = waiting.Lock()", "        self._lock = lock_of_all_runs()",
           ("nested-seeds",)),
-    Fault("Python's generator has one state for all", GENERATORS, "            piece.acquire()\n", "            piece.is_held = bool(_lock.acquire())\n            _lock.release()\n",
+    Fault("Python's generator has one state for all", GENERATORS, "super().__init__(_GENERATORS, _lock)", "super().__init__(_GENERATORS, fork_lock())",
           ("two-pieces",)),
     # attention
     Fault("attentions do not wait for other choices", ATTENTION, "            while self._running and self._now != kernels:\n                self._changed.wait()\n",
