@@ -345,3 +345,41 @@ def _given_others() -> None:
         rank(*([x] if dist.get_rank() else []))
     assert all(parameter.grad is None for parameter in rank.parameters())
     rank.close()
+
+
+class Counts(nn.Linear):
+    """Counts its calls."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+@pytest.mark.timeout(120)
+def test_blocks_of_other_ranks_run_once_per_kind(worlds) -> None:
+    worlds(2).run(_expect_single_runs)
+
+
+def _expect_single_runs() -> None:
+    blocks = [Counts(3, 3), Counts(3, 3)]
+    rank, own = Rank(Row(*blocks), [1, 1], chunks=2), dist.get_rank()
+
+    def step() -> list[int]:
+        """Return the number of calls of each block."""
+        before = [block.calls for block in blocks]
+        rank.step(torch.ones(4, 3), loss_fn=_total, reduction="sum")
+        return [block.calls - calls for block, calls in zip(blocks, before, strict=True)]
+
+    step()
+    again = step()
+    assert again[own] == 2
+    assert again[1 - own] == 0
+    blocks[1 - own].weight.requires_grad_(False)  # another kind: its output may not require grad
+    assert step()[1 - own] == 1
+    rank.close()
+
+
+def _total(output: Tensor) -> Tensor:
+    return output.sum()

@@ -66,6 +66,9 @@ class Same(NamedTuple):
     leaf: int
 
 
+_KNOWN = Tensor, Argument, Like, Same
+"""Leaves that can be described, beside constants."""
+
 Make = Callable[[Tensor], Tensor]
 
 _CPU = torch.device("cpu")
@@ -138,15 +141,14 @@ class Elsewhere:
     def _describe(
         self, name: Any, module: nn.Module | None, function: Any, leaves: Sequence[Any], tree: Any, *, hooks: bool
     ) -> Output:
-        trains = module is not None and module.training
-        mode = trains, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *_modes(module), *collector()
         casts = torch.is_autocast_enabled(), torch.is_autocast_enabled("cpu")  # the first one is CUDA's
-        key = (name, hooks, *mode, *casts, repr(tree), *map(_kind, leaves))
+        key = (name, hooks, mode, casts, repr(tree), *map(_kind, leaves))
         output = self._known.get(key)
         if output is None:
             with nullcontext() if hooks or module is None else _without_hooks(module):
                 output = self._learn(module, function, leaves, tree)
-            if all(isinstance(leaf, Tensor) or is_constant(leaf) for leaf in (*leaves, *output.leaves)):
+            if all(isinstance(leaf, _KNOWN) or is_constant(leaf) for leaf in (*leaves, *output.leaves)):
                 if len(self._known) >= _MOST:  # the sizes of inputs keep changing
                     self._known.clear()
                 self._known[key] = output
@@ -213,6 +215,13 @@ def _as_given(tensor: Tensor, requires_grad: bool) -> Tensor:
     with torch.enable_grad():
         found: Tensor = AsNonleaf.apply(tensor.requires_grad_())  # type: ignore[no-untyped-call]
     return found
+
+
+def _modes(module: nn.Module | None) -> tuple[Any, ...]:
+    """Return the modes of a block's modules, and whether its parameters require grad."""
+    if module is None:
+        return ()
+    return *(each.training for each in module.modules()), *(each.requires_grad for each in module.parameters())
 
 
 def _kind(leaf: Any) -> Any:
