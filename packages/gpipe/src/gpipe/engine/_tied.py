@@ -143,7 +143,10 @@ class Tied:
             try:
                 self._swap_back(before)
             except BaseException:
-                self._swap_back(before)  # again after an interrupt
+                try:
+                    self._swap_back(before)  # again after an interrupt
+                finally:
+                    self._swap_back(before)  # and after another one
                 raise
 
     def _swap_back(self, before: Sequence[Any]) -> None:

@@ -28,7 +28,10 @@ def without_cache(model: nn.Module) -> Iterator[None]:
         try:
             _use(configs)
         except BaseException:
-            _use(configs)  # again after an interrupt
+            try:
+                _use(configs)  # again after an interrupt
+            finally:
+                _use(configs)  # and after another one
             raise
 
 

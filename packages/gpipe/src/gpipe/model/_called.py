@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import repeat
+from operator import setitem
 from typing import Any, Protocol
 
 from torch import nn
@@ -65,22 +68,18 @@ def intercepted(calls: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]
         calls: for each module, the function to call instead. It receives the module's original call and the arguments.
     """
     # The attribute stays afterwards, as None, because a new attribute of a module counts as a change of its state.
-    before = {module: vars(module).setdefault("_compiled_call_impl", None) for module in calls}
-
-    def restore() -> None:
-        for module, own in before.items():
-            vars(module)["_compiled_call_impl"] = own
-
+    before = [vars(module).setdefault(_CALL, None) for module in calls]
+    # Restores them in a single call without Python code, which no signal can interrupt.
+    restore: Callable[[], object] = partial(deque, map(setitem, [*map(vars, calls)], repeat(_CALL), before), 0)
     try:
-        for module, call in calls.items():
-            vars(module)["_compiled_call_impl"] = _Interception(call, before[module] or module._call_impl)
+        for (module, call), own in zip(calls.items(), before, strict=True):
+            vars(module)[_CALL] = _Interception(call, own or module._call_impl)
         yield
     finally:
-        try:
-            restore()
-        except BaseException:
-            restore()  # again after an interrupt
-            raise
+        restore()
+
+
+_CALL = "_compiled_call_impl"
 
 
 class _Interception(partial[Any]):
