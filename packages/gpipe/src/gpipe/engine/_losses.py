@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from microbatch import concatenate
 
+from .._cached_property import cached_property
 from .._current import doing
 from ..checkpoint._random import CellRNG
 from ..values._leaves import Activation, as_nonleaf, clone_leaves, versions

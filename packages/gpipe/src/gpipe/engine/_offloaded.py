@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Collection, Iterator, Sequence
-from functools import cache, cached_property
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,7 @@ from streams import (
     wait_event,
 )
 
+from .._cached_property import cached_property
 from .._torch import count_storage_uses
 from ..transport._copy import allocate_pinned_like, can_pin, to_host
 from ..values._leaves import storage_id, version

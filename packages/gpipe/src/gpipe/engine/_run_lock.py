@@ -171,10 +171,10 @@ class RunLock:
         # Reentrant, because after an interrupt this thread may hold the lock although ``_inside`` does not record it.
         with waiting_for(self), self._lock:
             _waits.pop(get_ident(), None)
-            self._process = os.getpid()
             activity, grad = current.work, torch.is_grad_enabled()
             # An interrupt may arrive between any two lines, including the lines that restore the previous state.
             try:
+                self._process = os.getpid()
                 _inside.holds = (*_inside.holds, self)
                 if held is not None:
                     held.resume()

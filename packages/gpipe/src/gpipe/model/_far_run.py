@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from .._cached_property import cached_property
 from ..engine._stage_run import StageRun
 from ..transport._transport import AnyChannel, Channel
 from ..values._leaves import Activation

@@ -7,10 +7,10 @@ because they have not begun.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
 
 from torch import Tensor, nn
 
+from .._cached_property import cached_property
 from ..values._leaves import storage_id
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from streams import is_accelerator, use_device, use_stream
 
+from .._cached_property import cached_property
 from ..checkpoint._random import CellRNG
 from ..engine._accumulate import DeferredGradients, nodes_below
 from ..engine._block import Block
