@@ -6,10 +6,14 @@ import threading
 import pytest
 import torch
 from packages.streams.tests.fakes import in_child
+from packages.streams.tests.interleavings.interrupts import Interrupts
 
 from gpipe import Event, Timeline
 
+from .interleavings.interrupted import prepared
+from .interleavings.processes import forks
 from .layers import started
+from .test_interrupts import FILES
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
@@ -40,3 +44,14 @@ def test_forked_child_may_read_locked_timeline() -> None:
     finally:
         end.set()
         reading.result(300)
+
+
+def test_child_may_leave_a_step_of_a_model() -> None:
+    """The threads of forwards do not exist in the child, so it must not wait for them."""
+    options = None, "never", True, True, False
+    counted, places = prepared(options), Interrupts(FILES)
+    places.during(counted.step)
+    counted.pipe.close()
+    inside = [k for k, (code, _) in enumerate(places.places, 1) if code.co_name == "go_on"]
+    for at in inside[len(inside) // 4 :: len(inside) // 3]:
+        assert not forks(lambda: prepared(options), at)

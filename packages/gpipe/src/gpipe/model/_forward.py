@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -45,7 +46,7 @@ class Forward:
         self._modes: list[Any] = []
         self._saving: AbstractContextManager[None] = nullcontext()
         self._run_locks: RunLocks = ()
-        self._threads, self._cores = 1, Cores()
+        self._threads, self._process, self._cores = 1, 0, Cores()
 
     # Called by workers.
 
@@ -84,6 +85,7 @@ class Forward:
             self._cores = usable()
             if not self._is_on:
                 self._is_on, self._run_locks, self._threads = True, locks_of_thread(), torch.get_num_threads()
+                self._process = os.getpid()
                 self._run.start(self._compute)
             self._go.release()
             self._stopped.acquire()
@@ -108,7 +110,7 @@ class Forward:
 
     def abandon(self) -> None:
         """End the forward where it has stopped. Afterwards, nothing refers to its thread."""
-        if self._is_on and not self._is_over:
+        if self._is_on and not self._is_over and self._process == os.getpid():  # a forked child has no such thread
             self._is_abandoned = True
             while not self._is_over:  # again if the model catches the exception and continues
                 self._go.release()
