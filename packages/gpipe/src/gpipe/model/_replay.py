@@ -115,7 +115,10 @@ class Replay:
                     self._stage = len(self._devices) - 1
                     output = map_tree(output, self._return_tensor)
         finally:
-            self._between.leave()  # again, in case an interrupt prevented it
+            try:
+                self._between.leave()  # again, in case an interrupt prevented it
+            finally:
+                self._between.leave()  # and another one
             del self._between  # it refers to this object
         if self._calls != len(self._answers):
             raise _other(self._model, self._calls, len(self._answers))
