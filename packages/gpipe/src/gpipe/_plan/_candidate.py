@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
+from .._cached_property import cached_property
 from ..schedule import LOSS_OF_ALL, Kind, Schedule, checkpoint_stops, named
 from ..schedule._loads import with_loads
 from ..schedule._modes import offloading_stages

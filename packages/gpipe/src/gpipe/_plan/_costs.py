@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeVar
 
 from profiler import LayerProfile, Profile
 
+from .._cached_property import cached_property
 from ..schedule import SPLIT_SECONDS, SPLITTING, Kind, Schedule, checkpoint_stops
 from ..timeline import StageCost
 from ..timeline._hops import Link

@@ -13,11 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
 from itertools import accumulate, permutations
 
 from blockpartition import partition
 
+from .._cached_property import cached_property
 from ..schedule import SPLITTING
 from ._arguments import OFFLOAD
 from ._candidate import Candidate, SearchSpace, build_candidate, by_seconds

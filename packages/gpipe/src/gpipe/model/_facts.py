@@ -87,9 +87,9 @@ def join_facts(found: Sequence[Facts], model: str) -> Facts:
     used, changed = (
         frozenset[Place]().union(*each) for each in zip(*[(facts.used, facts.changed) for facts in found], strict=True)
     )
+    # Known for all forwards of a run, or for none.
+    drew = None if first.drew is None else first.drew.union(*(facts.drew or () for facts in found))
     # Sizes differ between runs. The sizes of the first micro-batch are compared with the full mini-batch.
-    known = [facts.drew for facts in found if facts.drew is not None]
-    drew = frozenset[str]().union(*known) if len(known) == len(found) else None
     return Facts(first.answers, used, changed, any(facts.changes_inputs for facts in found), drew)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
+from .._cached_property import cached_property
 from ._actions import Kind
 from ._replay import KindSeconds
 
