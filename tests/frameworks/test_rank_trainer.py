@@ -20,22 +20,28 @@ class RankTrainer(transformers.Trainer):
     """The trainer of docs/howto/processes-frameworks.md."""
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        loss = model.train().step(**inputs, num_items_in_batch=num_items_in_batch)
+        with self.accelerator.autocast():
+            loss = model.train().step(**inputs, num_items_in_batch=num_items_in_batch)
         if self.accelerator.sync_gradients:
             model.clip_grad_norm_(0.1)
         return loss
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        return model.eval().evaluate(**inputs), None, None
+        with self.accelerator.autocast():
+            return model.eval().evaluate(**inputs), None, None
 
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen2", "Mixtral"])
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_losses_and_weights_match_the_plain_trainer(world: World, name: str, accumulation: int, tmp_path: Any) -> None:
-    world.run(_expect_plain, name, accumulation, str(tmp_path))
+    world.run(_expect_plain, name, accumulation, False, str(tmp_path))
 
 
-def _expect_plain(name: str, accumulation: int, folder: str) -> None:
+def test_bfloat16_matches_the_plain_trainer(world: World, tmp_path: Any) -> None:
+    world.run(_expect_plain, "Llama", 3, True, str(tmp_path))
+
+
+def _expect_plain(name: str, accumulation: int, bf16: bool, folder: str) -> None:
     """Rows have labels of varying number. The data set has a column that the model does not take."""
     model = made(CASES[name][0])[0]
     batch = batch_of(name, 16, "padded")
@@ -51,6 +57,7 @@ def _expect_plain(name: str, accumulation: int, folder: str) -> None:
         "save_strategy": "no",
         "report_to": [],
         "use_cpu": True,
+        "bf16": bf16,
         "disable_tqdm": True,
     }
     plain = copy.deepcopy(model)

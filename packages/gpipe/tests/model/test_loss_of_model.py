@@ -384,6 +384,17 @@ def test_ineffective_step_is_logged_once(caplog: pytest.LogCaptureFixture) -> No
     assert "set pipe.chunks" in said[1]
 
 
+def test_forward_set_on_pipe_is_logged_without_autocast(caplog: pytest.LogCaptureFixture) -> None:
+    """accelerate sets one for mixed precision."""
+    for casts in (True, False):
+        pipe = GPipe(Model(tokens), devices=["cpu"] * 2, chunks=2)
+        pipe.forward = pipe.forward
+        with caplog.at_level(logging.WARNING, "gpipe"), torch.autocast("cpu", torch.bfloat16, enabled=casts):
+            pipe.step(**batch(4, 3, 3), schedule="fill_drain")
+        assert len(caplog.records) == (not casts)
+    assert "call step() under autocast" in caplog.text
+
+
 class Pair(NamedTuple):
     logits: Tensor
     loss: Tensor

@@ -210,8 +210,7 @@ class Stepping(PartitionedModule):
             self._has_warned = True
             # Only pretrained models start in evaluation mode; for an nn.Sequential, the caller has chosen it.
             is_trained = self.training or self._model is None or isinstance(self._model, nn.Sequential)
-            is_patched = "forward" in vars(self)
-            warn_about_settings(training=is_trained, is_patched=is_patched)
+            warn_about_settings(training=is_trained, is_patched="forward" in vars(self))
         updates = None if optimizer is None else self._updates_by(optimizer)
         call = Call("step", input, target, arguments, loss_fn, reduction, normalizer, return_outputs)
 

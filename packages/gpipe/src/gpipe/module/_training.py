@@ -40,7 +40,8 @@ def expect_grad_mode() -> None:
 
 def warn_about_settings(*, training: bool, is_patched: bool) -> None:
     """Warn about settings that are valid but probably unintended."""
-    if is_patched:
+    casts = torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu")  # the first one is CUDA's
+    if is_patched and not casts:
         _log.warning(
             "step() does not call the forward that was set on this pipe, for example by accelerate for mixed "
             "precision; call step() under autocast, or use pipe(input) and backward()"
