@@ -1,8 +1,9 @@
 """Blocks that write into lists and dicts that they are called with: later blocks see it, on whatever stage they are."""
 
-from collections import OrderedDict, UserDict
+from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -20,9 +21,25 @@ KINDS: dict[str, Callable[[], Any]] = {
     "ordered": OrderedDict,
     "user's": UserDict,
     "list": list,
+    "list (deque)": deque,
+    "dataclass": lambda: Store(),
     "of lists": lambda: {"seen": []},
     "in a tuple": lambda: ({}, "and a word"),
 }
+
+
+@dataclass
+class Store:
+    """Has as many values as written, like the other kinds."""
+
+    first: Any = None
+    second: Any = None
+
+    def __setitem__(self, key: int, value: Tensor) -> None:
+        setattr(self, "second" if key else "first", value)
+
+    def values(self) -> list[Tensor]:
+        return [each for each in (self.first, self.second) if each is not None]
 
 
 class Writes(nn.Module):
@@ -36,11 +53,12 @@ class Writes(nn.Module):
         x = torch.tanh(self.lin(x))
         store = store[0] if isinstance(store, tuple) else store
         store = store.get("seen", store) if isinstance(store, dict) else store
-        for earlier in store if isinstance(store, list) else store.values():
+        for earlier in store if isinstance(store, list | deque) else store.values():
             x = x + earlier
-        if isinstance(store, list):
+        if isinstance(store, list | deque):
             store.append(x)
-            del store[:-2]
+            while len(store) > 2:
+                del store[0]
         else:
             store[self.number % 2] = x
         return x
@@ -56,7 +74,7 @@ class Model(nn.Module):
         store = KINDS[self.kind]()
         for layer in self.layers:
             x = layer(x, store)
-        return x + sum(store if isinstance(store, list) else store.values()) if self.reads else x
+        return x + sum(store if isinstance(store, list | deque) else store.values()) if self.reads else x
 
 
 def losses_and_gradients(model: Model, how: str, stages: int, checkpoint: str) -> list[Tensor]:

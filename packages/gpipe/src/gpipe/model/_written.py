@@ -1,11 +1,13 @@
-"""Track lists and dicts that pass values from a block to all later blocks, in addition to its output.
+"""Track lists, dicts and dataclasses that pass values from a block to all later blocks, in addition to its output.
 
 A block of a later stage receives copies of these containers, which hold the tensors of its stage.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import is_dataclass
 from typing import Any
 
 from torch import Tensor
@@ -13,12 +15,13 @@ from torch import Tensor
 from ..values._leaves import get_tensors
 from ._tree import map_tree
 
-_Container = list[Any] | MutableMapping[Any, Any]
+_Container = Any
+"""A list, a deque, a mutable mapping, or an instance of a dataclass."""
 _Entries = list[tuple[Any, Any]]
 
 
 class Written:
-    """The lists and dicts among the arguments of a call of a block.
+    """The lists, dicts and dataclasses among the arguments of a call of a block.
 
     Args:
         own: the arguments that the model passes.
@@ -52,10 +55,13 @@ class Written:
             places = dict(before)
             written = [value for key, value in now if key not in places or places[key] is not value]
             # A value that was there before, under another key, is not noticed when the model reads it.
-            keeps = len(now) == len(before) if isinstance(its, list) else places.keys() <= dict(now).keys()
+            keeps = len(now) == len(before) if isinstance(its, _LISTS) else places.keys() <= dict(now).keys()
             is_in_tensors = is_in_tensors and keeps and all(id(x) not in known and get_tensors(x) for x in written)
-            if isinstance(mine, list):
-                mine[:] = [value for _, value in found]
+            if isinstance(mine, _LISTS):
+                mine.clear()
+                mine.extend([value for _, value in found])
+            elif is_dataclass(mine):
+                vars(mine).update(found)
             else:
                 mine.clear()
                 mine.update(found)
@@ -70,19 +76,28 @@ class Written:
                 yield mine, its, before, now
 
 
+def _has_fields(value: Any) -> bool:
+    return is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__")
+
+
 def _put(value: Any, put: Callable[[Tensor], Tensor]) -> Any:
     return map_tree(value, put) if get_tensors(value) else value
 
 
+_LISTS = list, deque
+
+
 def _entries(container: _Container) -> _Entries:
-    return [*(enumerate(container) if isinstance(container, list) else container.items())]
+    if isinstance(container, _LISTS):
+        return [*enumerate(container)]
+    return [*container.items()] if isinstance(container, MutableMapping) else [*vars(container).items()]
 
 
 def _pairs(own: Any, given: Any) -> Iterator[tuple[_Container, _Container]]:
-    """Yield each list and dict in ``own``, and the one that stands for it in ``given``."""
+    """Yield each list, dict and dataclass in ``own``, and the one that stands for it in ``given``."""
     if isinstance(own, Tensor):
         return
-    if isinstance(own, list | MutableMapping):
+    if isinstance(own, list | deque | MutableMapping) or _has_fields(own):
         yield own, given
         for (_, mine), (_, its) in zip(_entries(own), _entries(given), strict=True):
             yield from _pairs(mine, its)
