@@ -86,7 +86,11 @@ class Elsewhere:
 
     def __init__(self, device: torch.device = _CPU) -> None:
         self._known: dict[Any, Output] = {}
-        self._makes: Sequence[Make] = bare, *(partial(_zeros, device=each) for each in dict.fromkeys((device, _CPU)))
+        self._devices = [*dict.fromkeys((device, _CPU))]
+
+    def forget(self) -> None:
+        """Begin a run: blocks may have changed since the last one, with attributes, hooks or parameters."""
+        self._known.clear()
 
     def call(self, name: str, module: nn.Module, function: Any, args: Any, kwargs: Any) -> Any:
         """Return the output of the block ``name`` of another process. Its new tensors are on ``meta``.
@@ -155,10 +159,12 @@ class Elsewhere:
         return output
 
     def _learn(self, module: nn.Module | None, function: Any, leaves: Sequence[Any], tree: Any) -> Output:
-        for make in self._makes[:-1]:
-            with suppress(Exception):  # its code needs values, or has kernels for some devices only
-                return _output(module, function, leaves, tree, make)
-        return _output(module, function, leaves, tree, self._makes[-1])
+        with suppress(Exception):  # its code needs values, or has kernels for some devices only
+            return _output(module, function, leaves, tree, bare)
+        for device in self._devices[:-1]:
+            with suppress(Exception):
+                return _output_of_values(module, function, leaves, tree, device)
+        return _output_of_values(module, function, leaves, tree, self._devices[-1])
 
 
 def first_line(error: Exception) -> str:
@@ -175,7 +181,7 @@ def bare(tensor: Tensor, requires_grad: bool | None = None) -> Tensor:
 def compute_on_meta(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
     """Return the output of ``function`` on ``meta``, and the tensors with values that it would modify in place."""
     if function in _WITHOUT_KERNELS:
-        args, kwargs = (map_tree(part, lambda each: _zeros(each) if each.is_meta else each) for part in (args, kwargs))
+        args, kwargs = (map_tree(part, lambda each: _filled(each) if each.is_meta else each) for part in (args, kwargs))
         return map_tree(function(*args, **kwargs), bare), []
     made: dict[int, tuple[Tensor, Tensor, int]] = {}
 
@@ -205,8 +211,9 @@ def _on_meta(value: Any) -> Any:
     )
 
 
-def _zeros(tensor: Tensor, device: torch.device = _CPU) -> Tensor:
-    return _as_given(torch.zeros(tensor.shape, dtype=tensor.dtype, device=device), tensor.requires_grad)
+def _filled(tensor: Tensor, value: int = 0, device: torch.device = _CPU) -> Tensor:
+    found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return _as_given(found.fill_(value), tensor.requires_grad)
 
 
 def _as_given(tensor: Tensor, requires_grad: bool) -> Tensor:
@@ -250,6 +257,19 @@ def _output(module: nn.Module | None, function: Any, leaves: Sequence[Any], tree
     described = [_describe(leaf, known, seen, k) if isinstance(leaf, Tensor) else leaf for k, leaf in enumerate(found)]
     altered = [k for k, each in enumerate(given) if isinstance(each, Tensor) and version(each) != before[k]]
     return Output(described, structure, altered)
+
+
+def _output_of_values(
+    module: nn.Module | None, function: Any, leaves: Sequence[Any], tree: Any, device: torch.device
+) -> Output:
+    """Describe the output of a block or function whose code needs values, called with zeros and with ones."""
+    found = _output(module, function, leaves, tree, partial(_filled, value=0, device=device))
+    other = found
+    with suppress(Exception):  # ones may be invalid, for example as indices
+        other = _output(module, function, leaves, tree, partial(_filled, value=1, device=device))
+    if found != other:
+        raise RuntimeError("the numbers that it returns, or the sizes of its tensors, depend on values")
+    return found
 
 
 def _describe(leaf: Tensor, known: dict[int, Argument], seen: dict[int, Same], number: int) -> Any:

@@ -37,6 +37,7 @@ class FarRun(ModelRun):
 
     def __init__(self, elsewhere: Elsewhere, *args: Any) -> None:
         super().__init__(*args)
+        elsewhere.forget()
         self.elsewhere, self.answer = elsewhere, elsewhere.call  # type: ignore[method-assign]
         into: dict[int, dict[int, AnyChannel]] = defaultdict(dict)
         out_of: dict[int, dict[int, AnyChannel]] = defaultdict(dict)

@@ -206,12 +206,12 @@ class Tensors:
             # If a stage in between has modified it in place, that stage's tensor has the new values.
             for j in range(self.stage - 1, home, -1):
                 between = self.turns[j].leaves.get(id(tensor))
-                if between is not None and between.alias._version != between.version:
+                if between is not None and version(between.alias) != between.version:
                     return self._leaf(between.alias, j)
             self._expect_no_view_changed(tensor, home)
             leaf = self._receive(tensor, home)
             alias = self.entering(leaf)
-            found = leaves[id(tensor)] = Leaf(tensor, home, leaf, alias, alias._version)
+            found = leaves[id(tensor)] = Leaf(tensor, home, leaf, alias, version(alias))
             self.turns[home].sent[id(tensor)] = tensor
         return found
 
@@ -219,7 +219,7 @@ class Tensors:
         """Raise RuntimeError if a stage after ``home`` has changed another view of the memory of ``tensor``."""
         for turn in self.turns[home + 1 : self.stage + 1]:
             for each in turn.leaves.values():
-                if each.alias._version != each.version and storage_id(each.tensor) == storage_id(tensor):
+                if version(each.alias) != each.version and storage_id(each.tensor) == storage_id(tensor):
                     raise RuntimeError(
                         "between its blocks the model changes a tensor in place on a later stage than the one that "
                         "computed it, and then uses another view of its memory, of shape "
