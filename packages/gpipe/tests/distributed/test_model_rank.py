@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gpipe
+from gpipe import GPipe
 from gpipe.distributed import Rank, RemoteError
 from microbatch import flatten
 
@@ -358,7 +361,7 @@ class Counts(nn.Linear):
 
 
 @pytest.mark.timeout(120)
-def test_blocks_of_other_ranks_run_once_per_kind(worlds) -> None:
+def test_blocks_of_other_ranks_run_once_per_step(worlds) -> None:
     worlds(2).run(_expect_single_runs)
 
 
@@ -372,13 +375,158 @@ def _expect_single_runs() -> None:
         rank.step(torch.ones(4, 3), loss_fn=_total, reduction="sum")
         return [block.calls - calls for block, calls in zip(blocks, before, strict=True)]
 
-    step()
-    again = step()
-    assert again[own] == 2
-    assert again[1 - own] == 0
-    blocks[1 - own].weight.requires_grad_(False)  # another kind: its output may not require grad
-    assert step()[1 - own] == 1
+    for _ in range(2):  # each time, because a block may have changed since the last step
+        calls = step()
+        assert calls[own] == 2
+        assert calls[1 - own] == 1
     rank.close()
+
+
+class Changing(nn.Module):
+    """Everything that the model may read from its output, or afterwards, depends on its attributes."""
+
+    scale, keeps, twice = 1.0, 6, False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3, dtype=DOUBLE)
+
+    def forward(self, x: Tensor) -> Any:
+        self.length = x.shape[1]
+        y = self.linear(x[:, : self.keeps])
+        return (y, y * 2) if self.twice else (y, self.scale)
+
+
+class ReadsAll(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList([Changing(), Changing(), Changing()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x, more = layer(x)
+            x = x.tanh() * more / layer.length
+            if x.dtype == torch.float32:
+                x = x * 3
+        return x
+
+
+def _set(name: str, value: Any) -> Callable[[nn.Module], None]:
+    return lambda layer: setattr(layer, name, value)
+
+
+CHANGES: dict[str, Callable[[nn.Module], Any]] = {
+    "a number": _set("scale", 0.5),
+    "a size": _set("keeps", 4),
+    "a structure": _set("twice", True),
+    "a dtype": lambda layer: layer.float(),
+    "a hook": lambda layer: layer.register_forward_hook(lambda module, args, output: (output[0][:, :2], 2.0)),
+    "a forward": lambda layer: setattr(layer, "forward", lambda x: (layer.linear(x) * 2, 0.25)),
+    "a parameter": lambda layer: setattr(layer, "linear", nn.Linear(3, 3, bias=False, dtype=DOUBLE)),
+    "nothing": lambda layer: None,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_blocks_may_change_between_steps(worlds, change: str) -> None:
+    worlds(2).run(_expect_changed, change)
+
+
+def _expect_changed(change: str) -> None:
+    plain, own = ReadsAll(), ReadsAll()
+    rank = Rank(own, chunks=2)
+    for step in range(3):
+        if step == 1:
+            for model in (plain, own):
+                torch.manual_seed(0)
+                for layer in model.layers:
+                    CHANGES[change](layer)
+        x = torch.ones(4, 5 + step, 3, dtype=plain.layers[0].linear.weight.dtype)
+        rank.zero_grad()
+        loss = rank.step(x, loss_fn=_total, reduction="sum")
+        expected = _total(plain(x))
+        torch.testing.assert_close(loss, expected.detach())
+    rank.close()
+
+
+class OfValues(nn.Linear):
+    """Returns a number, or a size, that depends on the values of its input."""
+
+    returns = "a number"
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return (y, y.abs().max().item()) if self.returns == "a number" else (y[y.sum(1) > 0], 1.0)
+
+
+class ReadsNumbers(nn.Module):
+    def __init__(self, returns: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([OfValues(3, 3), OfValues(3, 3)])
+        for layer in self.layers:
+            layer.returns = returns
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x, number = layer(x)
+            x = x * number
+        return x
+
+
+@pytest.mark.parametrize("returns", ["a number", "a size"])
+def test_numbers_of_values_are_refused(worlds, returns: str) -> None:
+    worlds(2).run(_expect_refused, returns)
+
+
+def _expect_refused(returns: str) -> None:
+    rank = Rank(ReadsNumbers(returns))
+    with pytest.raises(RuntimeError, match="depend on values"):
+        rank.step(torch.ones(4, 3), loss_fn=_total, reduction="sum")
+    rank.close()
+
+
+def test_inference_mode_is_followed(worlds) -> None:
+    worlds(2).run(_expect_inference)
+
+
+def _expect_inference() -> None:
+    plain = Row(nn.Linear(3, 3), nn.Linear(3, 3))
+    rank, x = Rank(copy.deepcopy(plain), chunks=2), torch.ones(4, 3)
+    with torch.inference_mode():
+        output = rank(x)
+        loss = rank.evaluate(x, loss_fn=_total, reduction="sum")
+        assert output is None or output.is_inference()
+    if dist.get_rank():
+        torch.testing.assert_close(loss, output.sum())
+    rank.close()
+
+
+class Noisy(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * random.random()
+
+
+@pytest.mark.parametrize("noisy", range(3))
+def test_python_generators_of_ranks_stay_equal(worlds, noisy: int) -> None:
+    """If a block of one rank draws, the user's next shuffle is the same on all ranks, as in one process."""
+    assert len({*worlds(2).run(_next_numbers, noisy)}) == 1
+
+
+def _next_numbers(noisy: int) -> tuple[float, ...]:
+    found = []
+    model = Row(*(Noisy(3, 3) if k == noisy else nn.Linear(3, 3) for k in range(3)))
+    for pipe in (GPipe(copy.deepcopy(model), devices=["cpu"] * 2, chunks=2), Rank(model, chunks=2)):
+        random.seed(3)
+        numbers = []
+        for _ in range(3):
+            pipe.step(torch.ones(4, 3), loss_fn=_total, reduction="sum")
+            numbers.append(random.random())
+        found.append(numbers)
+        pipe.close()
+    assert found[0] == found[1]
+    return tuple(found[0])
 
 
 def _total(output: Tensor) -> Tensor:

@@ -144,7 +144,7 @@ FAULTS = [
           ("two-seeds",)),
     Fault("the lock of the seeds is shared by all runs", RANDOM, "        self._lock = waiting.Lock()", "        self._lock = lock_of_all_runs()",
           ("nested-seeds",)),
-    Fault("Python's generator has one state for all", GENERATORS, "super().__init__(_GENERATORS, _lock)", "super().__init__(_GENERATORS, fork_lock())",
+    Fault("Python's generator has one state for all", GENERATORS, "super().__init__(thing, _lock if lock is None else lock)", "super().__init__(thing, fork_lock())",
           ("two-pieces",)),
     # attention
     Fault("attentions do not wait for other choices", ATTENTION, "            while self._running and self._now != kernels:\n                self._changed.wait()\n",

@@ -20,7 +20,7 @@ from gpipe._current import doing
 from gpipe._torch import attention_settings
 from gpipe.checkpoint import _attention
 from gpipe.checkpoint._random import CellRNG, RunRNG
-from gpipe.model._generators import Numbers, generator_states
+from gpipe.model._generators import Drawing, Numbers, generator_states
 from streams import waiting
 
 from ..layers import Row, linear, rows, squares, trained
@@ -530,10 +530,10 @@ def pieces_of_two_threads() -> None:
 
     def numbers(run: Callable[..., list[Any]]) -> tuple[list[Any], Any]:
         random.seed(7)
-        own = Numbers({})
+        own = Numbers(Drawing(), set())
 
         def piece(k: int) -> float:
-            end = own.begin(k, [k])
+            end = own.begin(k, None, [k])
             try:
                 point("inside a piece", pause=True)
                 return random.random()
@@ -548,6 +548,35 @@ def pieces_of_two_threads() -> None:
     if not expect_injected(found):
         assert found == expected, "a piece has used the random numbers of another one"
         assert str(now) == str(after)
+
+
+class DrawsHere(nn.Module):
+    """A layer that uses Python's RNG."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        point("before a number", pause=True)
+        return x * random.random()
+
+
+def pieces_of_nested_run() -> None:
+    """Call a pipe in a block of a model. Its blocks draw from the state of that block, in any order of threads."""
+    options = {"blocks": ["layers.0", "layers.1"]}
+    inner = new_pipe(Row(DrawsHere(), DrawsHere()), (1, 1), **options)
+    outer = new_pipe(Row(Around(inner), DrawsHere()), (1, 1), **options)
+
+    def run() -> tuple[Tensor, Any]:
+        random.seed(7)
+        return outer.evaluate(rows(4), loss_fn=squares, reduction="mean"), random.getstate()
+
+    with certain():
+        expected, after = run()
+    (found,) = together(run)
+    if not expect_injected([found]):
+        assert torch.equal(found[0], expected), "a block has used the random numbers of another one"
+        assert found[1] == after
+    for pipe in (outer, inner):
+        close(pipe)
+    assert_no_threads()
 
 
 def interrupted(
@@ -694,6 +723,7 @@ SEVERAL: dict[str, Callable[[], None]] = {
     "two-seeds": seeds_of_two_stages,
     "attentions": attentions,
     "two-pieces": pieces_of_two_threads,
+    "nested-pieces": pieces_of_nested_run,
     "two-failures": lambda: two_failures(2, 1),
     "two-failures-3-stages": lambda: two_failures(3, 2, meet=False),
     "two-failures-middle": lambda: two_failures(3, 1),

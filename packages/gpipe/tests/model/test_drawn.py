@@ -75,6 +75,103 @@ def test_what_would_depend_on_other_draws_is_refused(between: Callable[[Tensor, 
     pipe.close()
 
 
+NUMPY = pytest.importorskip("numpy").random
+SOURCES = (random.random, NUMPY.rand, lambda: torch.rand(()).item())
+
+
+@pytest.mark.parametrize("draw", SOURCES)
+@pytest.mark.parametrize("quiet", [1, 3, 7])
+def test_draws_that_begin_later_are_refused(
+    draw: Callable[[], float], quiet: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After some micro-batches that drew nothing, in the same step or in an earlier one.
+
+    One step may have drawn from Python's or NumPy's generator unnoticed, and says so.
+    """
+    calls = [0]
+
+    def between(x: Tensor, output: Tensor) -> Tensor:
+        calls[0] += 1
+        return output * (1 + (draw() if calls[0] > 4 * quiet else 0.0))
+
+    x, y = batch()
+    pipe = piped(Model(nn.Identity(), between))
+    steps = 0
+
+    def run() -> None:
+        nonlocal steps
+        for steps in range(5):  # noqa: B007
+            pipe.step(x, y=y)
+
+    with pytest.raises(RuntimeError, match="draws random numbers"):
+        run()
+    warnings = sum("did not before" in record.getMessage() for record in caplog.records)
+    assert warnings <= (draw is not SOURCES[-1])
+    assert steps <= quiet // 3 + warnings
+    pipe.close()
+
+
+READS: tuple[Callable[[Tensor], float], ...] = (
+    Tensor.item,
+    float,
+    lambda x: x.reshape(1).tolist()[0],
+    lambda x: float(x.numpy()),
+    lambda x: 1.0 if x < 0.5 else 2.0,
+)
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("own", [True, False])
+def test_random_numbers_read_between_blocks_are_refused(read: Callable[[Tensor], float], own: bool) -> None:
+    generator = torch.Generator() if own else None
+
+    def between(x: Tensor, output: Tensor) -> Tensor:
+        for _ in range(8):  # several, because branches may be equal
+            output = output * (1 + read(torch.rand((), generator=generator)))
+        return output
+
+    x, y = batch()
+    pipe = piped(Model(nn.Identity(), between))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"draws random numbers \(torch\)"):
+            pipe.step(x, y=y)
+    pipe.close()
+
+
+def test_decisions_equal_in_all_micro_batches_are_fine() -> None:
+    """Models with layerdrop=0 draw numbers in vain."""
+    model = Model(nn.Identity(), lambda x, output: x if torch.rand(()) < 0 else output.tanh())
+    x, y = batch()
+    expected = deepcopy(model)(x, y)
+    pipe = piped(model)
+    for _ in range(2):
+        torch.testing.assert_close(pipe.step(x, y=y), expected.detach())
+    pipe.close()
+
+
+TAILS = (lambda x: F.dropout(x, 0.5), lambda x: x * random.random(), lambda x: x * NUMPY.rand())
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("way", ["call", "step", "evaluate"])
+def test_first_numbers_after_blocks_are_as_later_ones(tail: Callable[[Tensor], Tensor], way: str) -> None:
+    class Tailed(Model):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return tail(super().forward(x, y) + torch.ones(4)).sum()
+
+    x, y = batch()
+    pipe = piped(Tailed(nn.Identity(), plain))
+    found = []
+    for _ in range(3):
+        torch.manual_seed(1)
+        random.seed(1)
+        NUMPY.seed(1)
+        value = pipe(x, y=y) if way == "call" else getattr(pipe, way)(x, y=y)
+        found.append([value.item(), torch.rand(()).item(), random.random(), NUMPY.rand()])
+    assert found[0] == found[1] == found[2]
+    pipe.close()
+
+
 class Encoding(Model):
     """Returns a random tensor computed before its blocks in addition to the loss, like T5's encoder state."""
 

@@ -2,6 +2,7 @@
 
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
@@ -154,6 +155,93 @@ def test_error_in_random_block_restores_generators() -> None:
         assert own != random.getstate()
         fails = False
         assert pipe(x).shape == x.shape
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("quiet", [0, 1, 4, 9])
+def test_block_that_draws_later_is_reproducible_later(
+    draw: Callable[[], float], quiet: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It draws nothing in its first calls, in the first step or in the first few ones. One step may be irregular."""
+
+    def run(balance: list[int], quiet: int) -> tuple[list[Any], int]:
+        calls: dict[int, int] = {}
+
+        def function(block: Any, x: Tensor) -> Tensor:
+            calls[block.k] = calls.get(block.k, 0) + 1
+            return block.m[0](x) * (draw() if calls[block.k] > quiet else 1)
+
+        caplog.clear()
+        devices = ["cpu"] * len(balance)
+        with closing(GPipe(of_function(function), balance, devices=devices, chunks=3, checkpoint="never")) as pipe:
+            found = [trained(pipe, rows(6), reduction="mean", schedule="1f1b") for _ in range(6)]
+        return found[4:], sum("did not before" in record.getMessage() for record in caplog.records)
+
+    expected, warnings = run([4], 0)
+    assert not warnings
+    for balance in ([4], [2, 2], [1, 1, 2]):
+        found, warnings = run(balance, quiet)
+        torch.testing.assert_close(found, expected)
+        assert warnings == (quiet > 0)
+
+
+def test_block_may_draw_for_a_flag_only() -> None:
+    class Flagged(Residuals):
+        def forward(self, x: Tensor, noisy: bool = False) -> Tensor:
+            for layer in self.layers:
+                x = x + layer(x, noisy)
+            return x
+
+    function = lambda block, x, noisy: block.m[0](x) * (of_python() if noisy else 1)  # noqa: E731
+    found = []
+    for balance, quiet in (([4], False), ([2, 2], True), ([1, 1, 2], True)):
+        model = Flagged(*(Layer(function, nn.Linear(3, 3).double(), k=k) for k in range(4)))
+        with torch.no_grad(), closing(GPipe(model, balance, devices=["cpu"] * len(balance), chunks=3)) as pipe:
+            if quiet:
+                pipe(rows(6))
+            random.seed(0)
+            torch.manual_seed(0)
+            found.append((pipe(rows(6), noisy=True), random.random()))
+    torch.testing.assert_close(found[1], found[0])
+    torch.testing.assert_close(found[2], found[0])
+
+
+def test_drawing_thread_is_told_of_thrice_at_most(caplog: pytest.LogCaptureFixture) -> None:
+    """It must not draw, but may. Then no step waits for its stages, one at a time, for ever."""
+    stops = threading.Event()
+
+    def draws() -> None:
+        while not stops.is_set():
+            random.random()
+            stops.wait(1e-4)
+
+    thread = threading.Thread(target=draws)
+    thread.start()
+    try:
+        with closing(two_stages(residuals())) as pipe:
+            for _ in range(30):
+                trained(pipe, rows(6), reduction="mean")
+    finally:
+        stops.set()
+        thread.join()
+    assert sum("did not before" in record.getMessage() for record in caplog.records) <= 3
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_nested_numbers_do_not_depend_on_balance(draw: Callable[[], float]) -> None:
+    found = []
+    for balance in ([4], [2, 2], [1, 1, 2]):
+        inner = GPipe(drawn(draw), balance, devices=["cpu"] * len(balance), chunks=2, checkpoint="never")
+        model = Residuals(*(nn.Linear(3, 3) for _ in range(2)))
+        model.layers = nn.ModuleList(
+            Layer(lambda block, x, inner=inner: block.m[0](x) + inner(x), nn.Linear(3, 3).double()) for _ in range(2)
+        )
+        for k, parameter in enumerate(model.parameters()):
+            nn.init.constant_(parameter, 0.1 * k)
+        with closing(inner), closing(two_stages(model, blocks="layers", checkpoint="never")) as pipe:
+            found.append([trained(pipe, rows(6), reduction="mean")[0] for _ in range(2)])
+    torch.testing.assert_close(found[1], found[0])
+    torch.testing.assert_close(found[2], found[0])
 
 
 def test_nested_pipe_may_use_generators() -> None:

@@ -62,11 +62,13 @@ class RunRNG:
 
     Attributes:
         drew: whether a layer has drawn random numbers.
+        advanced: the names of the generators of Python and NumPy that the run has advanced.
         seeds: the seeds of the default generator before the forwards and before the backwards.
     """
 
     def __init__(self, agreed: int | None = None) -> None:
         self.drew = False
+        self.advanced = set[str]()
         self._agreed = agreed
         self._lock = waiting.Lock()
         self._seed: int | None = None

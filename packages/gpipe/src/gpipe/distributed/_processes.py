@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..checkpoint._random import next_seed, take_seed
 from ..engine._failures import When
 from ..engine._processes import Processes, RunState
+from ..model._generators import advance
 from ..transport._transport import Channel
 from ..values._describe import Cancelled
 from ._agreement import disagreement
@@ -293,6 +294,9 @@ class RankProcesses(Processes):
         has_failed = any("failed" in each for each in reports)
         if any(each.get("drew") for each in reports):
             take_seed()
+        own = set[str]() if run is None else run.rng.advanced
+        for name in sorted(own.union(*(each.get("advanced", ()) for each in reports)) - own):
+            advance(name)
         if has_failed and not errors:
             self._poison(run)
         elif run is not None and not has_failed:
@@ -398,6 +402,8 @@ def _earliest(run: RunState | None) -> When:
 
 def _success(run: RunState) -> Report:
     report: Report = {"drew": True} if run.rng.drew else {}
+    if run.rng.advanced:
+        report["advanced"] = [*run.rng.advanced]
     if run.loss is not None and not isinstance(run.loss, RemoteLoss):
         report["verdict"] = summarize_losses(run.loss)
     return report
@@ -405,6 +411,8 @@ def _success(run: RunState) -> Report:
 
 def _failure(run: RunState | None, error: BaseException) -> Report:
     report: Report = {"failed": True, "drew": run is not None and run.rng.drew}
+    if run is not None:
+        report["advanced"] = [*run.rng.advanced]
     if not isinstance(error, Cancelled):
         report |= {"when": _earliest(run), "what": format_error(error)}
     return report

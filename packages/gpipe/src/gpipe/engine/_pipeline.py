@@ -11,7 +11,7 @@ from torch import nn
 from streams import Context, waiting
 
 from ..checkpoint import _attention, _parametrized
-from ..checkpoint._random import interception
+from ..checkpoint._random import RunRNG, interception
 from ..schedule import Choice, Schedule
 from ..schedule._offloads import cells_offloaded
 from ..skip import SkipLayout
@@ -121,10 +121,13 @@ class Pipeline:
         """True if this process needs the inputs of the model."""
         return self.begins
 
-    def stage_runs(self, spec: RunSpec, transport: Transport, tied: Tied, deferred: DeferredGradients) -> StageRuns:
+    def stage_runs(
+        self, spec: RunSpec, rng: RunRNG, transport: Transport, tied: Tied, deferred: DeferredGradients
+    ) -> StageRuns:
         """Return what makes the stages' parts of a run.
 
         Args:
+            rng: the random numbers of the run.
             transport: the channels of the run.
             tied: the tensors that stages share.
             deferred: holds ``.grad`` and hooks of leaves of all stages.

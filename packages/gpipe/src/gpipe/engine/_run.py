@@ -86,7 +86,7 @@ class Run:
             loss = spec.loss
             assert loss is not None
             spec.updates.begin(self._tied.offloaded, self._tied, self.sums, lambda: loss.scale)
-        self._stage_runs = pipeline.stage_runs(spec, self._transport, self._tied, self.deferred)
+        self._stage_runs = pipeline.stage_runs(spec, self.state.rng, self._transport, self._tied, self.deferred)
         self._stages = {stage.index: self._stage_run(at, stage, own[at]) for at, stage in enumerate(pipeline.stages)}
         self._recomputed = [each.stage for each in self._stages.values() if each.recomputes]
         self._then: list[ModuleSnapshot] = []

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from microbatch import flatten
 from streams import Context
 
 from .._current import current
@@ -22,7 +23,7 @@ from ._between import Between
 from ._buffers import AfterBlocks, Held
 from ._called import answered_by
 from ._collected import collector
-from ._facts import Facts, Place
+from ._facts import READS, Facts, Place
 from ._generators import Numbers
 from ._grad import get_grad_inputs, through_blocks
 from ._hooks import Hooks
@@ -154,6 +155,7 @@ class Calls:
         used: the outputs of blocks that the model itself uses, on the last stage; set at the end.
         orders: values that show the order of the rows in arguments of blocks; set at the end.
         drew: the names of the generators of Python and NumPy that the model has used before its last call of a block.
+        numbers: the numbers that the model has read from tensors: see :class:`Facts`.
         between: the mode that intercepts operations between blocks.
         is_done: whether the remaining operations of the model have no effect.
         until: the stage in this process whose turn it is.
@@ -169,7 +171,7 @@ class Calls:
         self.uses = Uses(type(run.model).__name__, known, self.tensors) if run.replays else None
         self.used: dict[Place, Tensor] = {}
         self.orders: dict[Entries, Tensor] = {}
-        self.drew = set[str]()
+        self.drew, self.numbers = set[str](), list[Any]()
         self.between = Between(self)
         self.is_done, self.until = False, 0
         # After a complete forward, a replay repeats the operations after its last block.
@@ -177,8 +179,8 @@ class Calls:
         self._owned = Owned(run.owners, microbatch, type(run.model).__name__, run.is_of_model)
         self._hooks = Hooks(run.model, run.blocks)
         self._number = 0  # the index of the next call
-        self._sizes = *map(_size, inputs.tensors), run.model.training
-        self._end_piece: Callable[[], Sequence[str]] = _nothing
+        self._kind = (*map(_kind, flatten(inputs.value)[0]),)
+        self._end_piece: Callable[..., Sequence[str]] = _nothing
 
     def clear(self) -> None:
         """Release all tensors."""
@@ -205,7 +207,7 @@ class Calls:
         """Return the ``output`` of the model as tensors of the last stage."""
         self._hooks.expect_kept()
         self.expect_more()
-        self.leave_piece()
+        self.leave_piece(is_repeated=self._run.replays)
         with self.between.off():
             self._enter(self._run.count - 1, ())
             output = map_tree(output, self.here)
@@ -230,12 +232,17 @@ class Calls:
     def begin_piece(self) -> None:
         """Begin the operations between two calls of blocks, which may use the generators of Python and NumPy."""
         at = current.work.rng.at
-        self._end_piece = self._run.numbers.begin((at, self._sizes), (self._microbatch, at))
+        owner = at, self._run.model.training, torch.is_grad_enabled()
+        self._end_piece = self._run.numbers.begin(owner, self._kind, (self._microbatch, at))
 
-    def leave_piece(self) -> Sequence[str]:
-        """End the operations before a call of a block. Return the names of the generators that they have used."""
+    def leave_piece(self, *, is_repeated: bool = False) -> Sequence[str]:
+        """End the operations before a call of a block. Return the names of the generators that they have used.
+
+        Args:
+            is_repeated: whether a replay runs these operations for the full mini-batch, and only that counts.
+        """
         end, self._end_piece = self._end_piece, _nothing
-        if drew := end():
+        if drew := end(counts=not is_repeated):
             self._run.expect_drawing(drew)
         return drew
 
@@ -244,8 +251,8 @@ class Calls:
         numbers, place = self._run.numbers, (self._microbatch, at)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            sizes = *map(_size, args), *map(_size, kwargs.values())
-            end = numbers.begin((module, module.training, sizes), place)
+            owner = module, module.training, torch.is_grad_enabled()
+            end = numbers.begin(owner, (*map(_kind, args), *map(_kind, kwargs.values())), place)
             try:
                 return function(*args, **kwargs)
             finally:
@@ -405,6 +412,8 @@ class Calls:
             raise through_blocks(type(self._run.model).__name__)
         self._owned.begin()
         output = self.tensors.compute(function, args, kwargs, self.here)
+        if function in READS:
+            self.numbers.append(output if isinstance(output, bool | int | float | complex) else None)
         for tensor in self._owned.find_altered():
             self._run.expect_free(tensor, self.tensors.stage, self._microbatch)
         self._owned.end(output, self.tensors.stage)
@@ -443,12 +452,13 @@ def _expect_parameters(name: str, module: nn.Module) -> None:
         )
 
 
-def _nothing() -> Sequence[str]:
+def _nothing(*, counts: bool = True) -> Sequence[str]:
     return ()
 
 
-def _size(value: Any) -> torch.Size | None:
-    return value.shape if isinstance(value, Tensor) else None
+def _kind(value: Any) -> Any:
+    """Return the size of a tensor, a flag itself, and None for anything else."""
+    return value.shape if isinstance(value, Tensor) else value if isinstance(value, bool | str) else None
 
 
 _WRITES = (

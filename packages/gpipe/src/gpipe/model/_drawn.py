@@ -17,29 +17,25 @@ from .._current import current, doing
 from .._torch import is_intercepting, set_intercepting
 from ..checkpoint._random import PROCESS
 from ..values._by_tensor import ByTensor
-from ._generators import find_changed_generators, generator_states
 
 
 class Draws:
     """Counts the draws of this thread inside :meth:`watched`, and tracks the tensors that depend on them.
 
     Args:
-        drew: the names of the generators of Python and NumPy that the micro-batches used between blocks, which are not
-            the thread's own. If they are unknown, no other thread may use generators meanwhile; their states tell then.
+        drew: the names of the generators of Python and NumPy that the micro-batches used between blocks.
     """
 
     module = None
 
-    def __init__(self, drew: Collection[str] | None) -> None:
+    def __init__(self, drew: Collection[str]) -> None:
         self.count, self._drew = 0, drew
         self._around: Any = current.work.rng
         self._tensors = ByTensor[bool]()
-        self._before: Any = None
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         before = is_intercepting()
-        self._before = generator_states()
         try:
             set_intercepting(True)
             with doing(rng=self):
@@ -75,5 +71,4 @@ class Draws:
 
     def elsewhere(self) -> str:
         """Return the name of a generator outside torch that was used, Python's or NumPy's, or an empty string."""
-        drew = find_changed_generators(self._before) if self._drew is None else self._drew
-        return next(iter(drew), "")
+        return next(iter(self._drew), "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -54,19 +55,25 @@ class Facts(NamedTuple):
         used: the returned tensors that the model itself uses, in its own operations or in its output.
         changed: the used tensors that the model modifies in place afterwards.
         changes_inputs: whether the model modifies its inputs in place.
-        drew: the names of the generators of Python and NumPy that the model used before its last call of a block; None
-            if unknown.
+        drew: the names of the generators of Python and NumPy that the model used before its last call of a block.
+        numbers: the numbers that the model read from tensors before its last call of a block, in order, as in
+            ``x.max().item()`` or ``if x.any():``; None for each one that forwards of the run do not have in common, and
+            for lists and arrays.
     """
 
     answers: Sequence[Answer]
     used: frozenset[Place]
     changed: frozenset[Place]
     changes_inputs: bool
-    drew: frozenset[str] | None
+    drew: frozenset[str]
+    numbers: Sequence[Any]
 
     def begins_with(self, answers: Sequence[Answer]) -> bool:
         """Return whether the last of ``answers`` is like the one of the same call here."""
         return len(answers) <= len(self.answers) and self.answers[len(answers) - 1].is_like(answers[-1])
+
+
+NO_FACTS = Facts((), frozenset(), frozenset(), changes_inputs=False, drew=frozenset(), numbers=())
 
 
 def join_facts(found: Sequence[Facts], model: str) -> Facts:
@@ -87,10 +94,16 @@ def join_facts(found: Sequence[Facts], model: str) -> Facts:
     used, changed = (
         frozenset[Place]().union(*each) for each in zip(*[(facts.used, facts.changed) for facts in found], strict=True)
     )
-    # Known for all forwards of a run, or for none.
-    drew = None if first.drew is None else first.drew.union(*(facts.drew or () for facts in found))
+    drew = frozenset[str]().union(*(facts.drew for facts in found))
+    columns = zip_longest(*(facts.numbers for facts in found))
+    numbers = [column[0] if all(each == column[0] for each in column) else None for column in columns]
     # Sizes differ between runs. The sizes of the first micro-batch are compared with the full mini-batch.
-    return Facts(first.answers, used, changed, any(facts.changes_inputs for facts in found), drew)
+    return Facts(first.answers, used, changed, any(facts.changes_inputs for facts in found), drew, numbers)
+
+
+_READS = ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__array__")
+READS = frozenset([getattr(Tensor, name) for name in _READS])
+"""Operations that return the values of a tensor as numbers of Python, or as an array."""
 
 
 def _kind(leaf: Any) -> Any:

@@ -66,6 +66,11 @@ class Forward:
         return self._calls.drew
 
     @property
+    def numbers(self) -> list[Any]:
+        """The numbers that the model has read from tensors: see :class:`Facts`."""
+        return self._calls.numbers
+
+    @property
     def used(self) -> dict[Place, Tensor]:
         """The outputs of blocks that the model itself uses, on the last stage; known at the end."""
         return self._calls.used

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from streams import has_streams
+from streams import has_streams, waiting
 
 from .._forks import fork_lock
 from ..engine._run_lock import Held, locks_of_thread
@@ -36,36 +36,15 @@ def set_generator_states(states: dict[str, Any]) -> None:
         sys.modules["numpy"].random.set_state(states[_NUMPY])
 
 
-def find_changed_generators(before: dict[str, Any]) -> list[str]:
-    """Return the names of generators whose state is different from the one in ``before``."""
-    now = generator_states()
-    return [name for name in before if pickle.dumps(now.get(name)) != pickle.dumps(before[name])]
+def find_changed_generators(before: dict[str, Any], now: dict[str, Any] | None = None) -> list[str]:
+    """Return the names of generators whose state ``now``, by default the current one, is not as in ``before``."""
+    now = generator_states() if now is None else now
+    return [name for name in before if name not in now or not _are_equal(before[name], now[name])]
 
 
-@contextmanager
-def generators_restored() -> Iterator[None]:
-    """Restore the states afterwards. No piece of another forward runs in between."""
-    held = Held(_GENERATORS, _lock)
-    try:
-        if not is_locked():
-            held.acquire()
-        before = generator_states()
-        try:
-            yield
-        finally:
-            set_generator_states(before)
-    finally:
-        held.release()
-
-
-@contextmanager
-def every_generator_restored(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Restore the states of the interpreter's generators, of torch's on the CPU, and of ``devices`` afterwards."""
-    with generators_restored(), ExitStack() as scope:
-        scope.enter_context(torch.random.fork_rng(devices=[]))
-        for device in {device for device in devices if has_streams(device)}:
-            scope.enter_context(torch.random.fork_rng(devices=[device], device_type=device.type))
-        yield
+def _are_equal(a: Any, b: Any) -> bool:
+    """Return whether two states are equal. NumPy's are dicts with an array."""
+    return bool(a == b if isinstance(a, tuple) else pickle.dumps(a) == pickle.dumps(b))
 
 
 _GENERATORS = "the generators of the interpreter"
@@ -78,8 +57,142 @@ def is_locked() -> bool:
     return _GENERATORS in locks_of_thread()
 
 
-Drawing = dict[Any, bool]
-"""Maps the key of a piece of a forward to whether the piece uses random numbers."""
+class _Changes:
+    """Tells whether the generators have the states from before all runs.
+
+    Attributes:
+        by: what last gave them other states.
+        count: how many times something did.
+        advances: how many times a run has advanced one of them.
+    """
+
+    by: Held | None = None
+    count = advances = 0
+
+
+_changes = _Changes()
+
+
+def _observe() -> dict[str, Any] | None:
+    """Return the states from before all runs, advanced by them; None if a thread has its own states now."""
+    count = _changes.count
+    if _changes.by is not None and _changes.by.is_held:
+        return None
+    states = generator_states()
+    return states if count == _changes.count else None
+
+
+class OwnStates(Held):
+    """Separate states of the generators for what a thread does between :meth:`begin` and :meth:`end`.
+
+    No two threads have their own states at the same time. While a thread waits for a pipe, the generators have the
+    states from before. Inside another object of this class, only the states are restored at the end.
+    """
+
+    def __init__(self, thing: object = _GENERATORS, lock: waiting.RLock | None = None) -> None:
+        super().__init__(thing, _lock if lock is None else lock)
+        self._is_inner = thing is _GENERATORS and is_locked()
+
+    def begin(self) -> None:
+        """Wait until no other thread has its own states. At first, they are those from before."""
+        try:
+            if not self._is_inner:
+                self.acquire()
+                _changes.by, _changes.count = self, _changes.count + 1
+            self._before = self._first = generator_states()
+        except BaseException:
+            self.release()
+            raise
+
+    def pause(self) -> None:
+        self._paused = generator_states()
+        set_generator_states(self._before)
+        super().pause()
+
+    def resume(self) -> None:
+        super().resume()
+        _changes.by, _changes.count = self, _changes.count + 1
+        self._before = generator_states()
+        set_generator_states(self._paused)
+
+    def end(self) -> list[str]:
+        """Restore the states from before. Return the names of the generators that were used."""
+        if not (self.is_held or self._is_inner):  # an error while it waited
+            return []
+        self._is_inner = False
+        try:
+            drew = find_changed_generators(self._first)
+            set_generator_states(self._before)
+            self._learn(drew)
+        finally:
+            self.release()
+        return drew
+
+    def _learn(self, drew: Sequence[str]) -> None: ...
+
+
+@contextmanager
+def generators_restored() -> Iterator[None]:
+    """Restore the states afterwards. No piece of another forward runs in between."""
+    own = OwnStates()
+    own.begin()
+    try:
+        yield
+    finally:
+        own.end()
+
+
+@contextmanager
+def every_generator_restored(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Restore the states of the interpreter's generators, of torch's on the CPU, and of ``devices`` afterwards."""
+    with generators_restored(), ExitStack() as scope:
+        scope.enter_context(torch.random.fork_rng(devices=[]))
+        for device in {device for device in devices if has_streams(device)}:
+            scope.enter_context(torch.random.fork_rng(devices=[device], device_type=device.type))
+        yield
+
+
+class Drawing:
+    """Which pieces of forwards use random numbers, as far as it is known from earlier runs.
+
+    Each piece has an owner, such as a block in training mode, and a kind, such as the sizes of the block's inputs. A
+    piece that has used random numbers once may use them for inputs of any kind.
+
+    Attributes:
+        is_doubted: whether nothing is known, because generators have changed although no piece was known to use them.
+    """
+
+    def __init__(self) -> None:
+        self._draws = set[Any]()
+        self._quiet = set[tuple[Any, Any]]()
+        self.is_doubted = False
+        self._doubts = 3  # as many as there may still be
+
+    def is_quiet(self, owner: Any, kind: Any) -> bool:
+        """Return whether a piece is known to use no random numbers."""
+        return (owner, kind) in self._quiet and owner not in self._draws and not self.is_doubted
+
+    def learn(self, owner: Any, kind: Any, *, draws: bool) -> None:
+        if draws:
+            self._draws.add(owner)
+            return
+        if len(self._quiet) >= _MOST:  # the sizes of inputs keep changing
+            self._quiet.clear()
+        self._quiet.add((owner, kind))
+
+    def doubt(self, changed: Sequence[str]) -> bool:
+        """End a run in which ``changed`` generators were used unexpectedly. Return whether this was a piece.
+
+        Then no piece is quiet in the next run. If the generators change in that run too, another thread uses them.
+        """
+        was_doubted, self.is_doubted = self.is_doubted, False
+        if was_doubted and changed:
+            self._doubts = 0
+        if was_doubted or not changed or not self._doubts:
+            return False
+        self._doubts -= 1
+        self.is_doubted = True
+        return True
 
 
 class Numbers:
@@ -90,38 +203,40 @@ class Numbers:
     them, and no two such pieces run at the same time. These states are derived from the states before the run, which
     then advance by one number.
 
-    Args:
-        drawing: whether known pieces use random numbers. A piece that is not known yet may use them.
+    If the run is inside a piece of another pipe, this piece waits for the run, so the pieces of the run exclude only
+    each other. Their states are derived from those of the outer piece.
 
-    Attributes:
-        is_nested: whether the run is inside a piece of another pipe, whose thread has the lock and waits for the run.
-            Then its pieces are not told apart, as their threads would wait for that lock forever.
+    Args:
+        drawing: which pieces use random numbers. A piece that is not known yet may use them.
+        advanced: receives the names of the generators that advance.
     """
 
-    def __init__(self, drawing: Drawing) -> None:
+    def __init__(self, drawing: Drawing, advanced: set[str]) -> None:
         self._drawing = drawing
-        self.is_nested = is_locked()
+        self._is_nested = is_locked()
+        self._lock = waiting.RLock() if self._is_nested else _lock
         self._seeds: dict[str, int] = {}
-        self._advanced: set[str] = set()
+        self._advanced = advanced
+        self._advances, self._before = _changes.advances, _observe()
 
-    def begin(self, key: Any, place: Sequence[int]) -> Callable[[], Sequence[str]]:
+    def own_states(self) -> tuple[object, waiting.RLock]:
+        """Return what identifies the lock of the pieces, and the lock."""
+        return self if self._is_nested else _GENERATORS, self._lock
+
+    def begin(self, owner: Any, kind: Any, place: Sequence[int]) -> Callable[[], Sequence[str]]:
         """Begin a piece. Return a function that ends it, to be called on the same thread.
 
         That function returns the names of the generators that the piece has used.
 
         Args:
-            key: the properties that determine whether the piece uses random numbers.
+            owner, kind: the properties that determine whether the piece uses random numbers: see :class:`Drawing`.
             place: numbers that are unique to the piece in this run.
         """
-        if is_locked() or not self._drawing.get(key, True):
+        is_inside = self.own_states()[0] in locks_of_thread()  # for example, while the size of an output is computed
+        if is_inside or self._drawing.is_quiet(owner, kind):
             return _nothing
-        piece = _Piece(self, key, place)
-        try:
-            piece.acquire()
-            piece.begin()
-        except BaseException:
-            piece.release()
-            raise
+        piece = _Piece(self, owner, kind, place)
+        piece.begin()
         return piece.end
 
     def seed(self, states: dict[str, Any], place: Sequence[int]) -> None:
@@ -131,80 +246,93 @@ class Numbers:
         for name, seed in self._seeds.items():
             _seed(name, [seed, *place])
 
-    def learn(self, key: Any, drew: Sequence[str]) -> None:
+    def learn(self, owner: Any, kind: Any, drew: Sequence[str]) -> None:
         """Record which generators a piece has used, and let these advance."""
         for name in {*drew} - self._advanced:
             self._advanced.add(name)
-            _advance(name)
-        if len(self._drawing) >= _MOST:  # the sizes of inputs keep changing
-            self._drawing.clear()
+            if not self._is_nested:
+                _changes.advances += 1
+            advance(name)
         if drew or sys.exc_info()[0] is None:  # a piece that failed may not have reached its first number
-            self._drawing[key] = bool(drew) or self._drawing.get(key, False)
+            self._drawing.learn(owner, kind, draws=bool(drew))
+
+    def end_forwards(self) -> Sequence[str]:
+        """Return the generators that a piece has used in this run although it was known to use none.
+
+        They cannot be told from those that another thread uses, and are found only if no other run is active.
+        """
+        now = _observe()
+        if self._before is None or now is None or _changes.advances - self._advances != len(self._advanced):
+            return ()
+        expected = {name: _next_state(name, state) for name, state in self._before.items() if name in self._advanced}
+        changed = find_changed_generators({**self._before, **expected}, now)
+        return changed if self._drawing.doubt(changed) else ()
 
 
-class _Piece(Held):
-    """A piece that has begun: the lock, and the piece's own states of the generators."""
+class _Piece(OwnStates):
+    """A piece of a forward that may use random numbers."""
 
-    def __init__(self, numbers: Numbers, key: Any, place: Sequence[int]) -> None:
-        super().__init__(_GENERATORS, _lock)
-        self._numbers, self._key, self._place = numbers, key, place
+    def __init__(self, numbers: Numbers, owner: Any, kind: Any, place: Sequence[int]) -> None:
+        super().__init__(*numbers.own_states())
+        self._numbers, self._owner, self._kind, self._place = numbers, owner, kind, place
+        self._counts = False
 
     def begin(self) -> None:
-        self._before = generator_states()
+        super().begin()
         try:
             self._numbers.seed(self._before, self._place)
             self._first = generator_states()
         except BaseException:
-            set_generator_states(self._before)
+            self.end(counts=False)
             raise
 
-    def pause(self) -> None:
-        self._paused = generator_states()
-        set_generator_states(self._before)
-        super().pause()
+    def end(self, *, counts: bool = True) -> list[str]:
+        self._counts = counts
+        return super().end()
 
-    def resume(self) -> None:
-        super().resume()
-        self._before = generator_states()
-        set_generator_states(self._paused)
-
-    def end(self) -> Sequence[str]:
-        """End the piece. Return the names of the generators that it has used."""
-        if not self.is_held:  # an error while it waited
-            return ()
-        try:
-            drew = find_changed_generators(self._first)
-            set_generator_states(self._before)
-            self._numbers.learn(self._key, drew)
-        finally:
-            self.release()
-        return drew
+    def _learn(self, drew: Sequence[str]) -> None:
+        if self._counts:
+            self._numbers.learn(self._owner, self._kind, drew)
 
 
 _MOST = 1 << 14
 
 
-def _nothing() -> Sequence[str]:
+def _nothing(*, counts: bool = True) -> Sequence[str]:
     return ()
 
 
-def _next_seed(name: str, state: Any) -> int:
-    """Return the random number that a generator in this ``state`` returns next, in :func:`_advance`."""
+def _copy(name: str, state: Any) -> Any:
+    """Return a generator in this ``state``."""
     if name == _PYTHON:
         generator = random.Random()
         generator.setstate(state)
-        return generator.getrandbits(32)
-    generators = sys.modules["numpy"].random
-    copied = generators.RandomState()
-    copied.set_state(state)
-    return int(copied.randint(2**32, dtype="uint32"))
-
-
-def _advance(name: str) -> None:
-    if name == _PYTHON:
-        random.getrandbits(32)
     else:
-        sys.modules["numpy"].random.randint(2**32, dtype="uint32")
+        generator = sys.modules["numpy"].random.RandomState()
+        generator.set_state(state)
+    return generator
+
+
+def _take(name: str, generator: Any) -> int:
+    """Return the next number of a generator, which a run takes from it."""
+    return int(generator.getrandbits(32) if name == _PYTHON else generator.randint(2**32, dtype="uint32"))
+
+
+def _next_seed(name: str, state: Any) -> int:
+    """Return the number that a run takes from a generator in this ``state``."""
+    return _take(name, _copy(name, state))
+
+
+def _next_state(name: str, state: Any) -> Any:
+    """Return the ``state`` of a generator after a run has taken a number from it."""
+    generator = _copy(name, state)
+    _take(name, generator)
+    return generator.getstate() if name == _PYTHON else generator.get_state(legacy=False)
+
+
+def advance(name: str) -> None:
+    """Advance a generator as a run does in which a piece uses it."""
+    _take(name, random if name == _PYTHON else sys.modules["numpy"].random)
 
 
 def _seed(name: str, numbers: Sequence[int]) -> None:

@@ -29,10 +29,10 @@ from ..transport._transport import AnyChannel, Transport
 from ..values._leaves import Activation, storage_id
 from ._buffers import Held, outside
 from ._cache import without_cache
-from ._facts import Facts, get_kind, join_facts
+from ._facts import NO_FACTS, Facts, get_kind, join_facts
 from ._fixed import Fixed
 from ._forward import Forward
-from ._generators import Drawing, Numbers
+from ._generators import Numbers
 from ._left import Left
 from ._owners import Owners
 from ._stage import DividedModel
@@ -47,7 +47,7 @@ class ModelRun(StageRuns):
     Args:
         start: calls a function on a thread for forwards.
         known: the facts from forwards of earlier runs, by kind.
-        drawing: whether known pieces of forwards use the generators of Python and NumPy.
+        numbers: the states of Python's and NumPy's generators.
         owners: the forwards that computed tensors between blocks, in this run and earlier ones.
 
     Attributes:
@@ -74,7 +74,7 @@ class ModelRun(StageRuns):
         tied: Tied,
         deferred: DeferredGradients,
         known: dict[Any, Facts],
-        drawing: Drawing,
+        numbers: Numbers,
         owners: Owners,
     ) -> None:
         self.model, self.pick, self._divided_model = divided.model, divided.pick, divided
@@ -95,7 +95,7 @@ class ModelRun(StageRuns):
         self.copies = len(self.devices) > 1
         self.forwards: dict[int, Forward] = {}
         self.left = Left()
-        self.owners, self.numbers = owners, Numbers(drawing)
+        self.owners, self.numbers = owners, numbers
         owners.begin_run()
         self._tied, self._deferred = tied, deferred
         self._homes: dict[int, int] = {}
@@ -134,7 +134,7 @@ class ModelRun(StageRuns):
             with self._divided_model.answering(), without_cache(self.model):
                 yield
             if not self.replays:
-                self._known.setdefault(self.kind, Facts((), frozenset(), frozenset(), changes_inputs=False, drew=None))
+                self._known.setdefault(self.kind, NO_FACTS)
         finally:
             try:
                 self._abandon()
@@ -173,13 +173,24 @@ class ModelRun(StageRuns):
 
     def expect_drawing(self, generators: Sequence[str]) -> None: ...
 
+    def end_forwards(self) -> None:
+        """Log that a piece has drawn from generators of Python or NumPy although it was known not to."""
+        if changed := self.numbers.end_forwards():
+            _log.warning(
+                "a block of %s, or its own operations between blocks, drew from %s, and did not before; in this step, "
+                "the numbers depend on the timing of threads, and in the next ones they do not (unless it was a "
+                "loss_fn, or another thread of the program, whose numbers always do)",
+                type(self.model).__name__,
+                changed[0],
+            )
+
     def learn(self, forward: Forward) -> None:
         """Record the facts from a forward."""
         if forward.uses is not None:
             uses = forward.uses
             used, changed = frozenset(forward.used), frozenset(uses.changed)
-            drew = None if self.numbers.is_nested else frozenset(forward.drew)
-            self._shown.append(Facts(uses.answers, used, changed, uses.changes_inputs, drew))
+            drew, numbers = frozenset(forward.drew), forward.numbers
+            self._shown.append(Facts(uses.answers, used, changed, uses.changes_inputs, drew, numbers))
 
     @property
     def facts(self) -> Facts:
@@ -309,6 +320,8 @@ class ModelStageRun(StageRun):
         guard(self.stage, cell.inputs.tensors, i)
         sent = Activation(())
         if self._is_last:
+            if i == self._spec.size.microbatches - 1:
+                self._run.end_forwards()
             self._run.learn(forward)
             cell.outputs = self._take_output(forward)
             sent = self._detach_outputs(cell.inputs, cell.outputs, [])
