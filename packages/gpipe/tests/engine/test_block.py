@@ -141,3 +141,28 @@ def test_in_place_block_with_aliased_inputs():
         pipe(rows()).sum().backward()
         plain(rows()).sum().backward()
         assert_same(pipe, plain)
+
+
+class Attending(nn.Module):
+    """Blocks of attention, called with the same tensor once, twice or three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.MultiheadAttention(4, 2, batch_first=True, dtype=DOUBLE) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x.tanh()
+        for layer, (query, value) in zip(self.layers, ((x, x), (x, kept), (kept, kept)), strict=True):
+            x = x + layer(query, kept if value is kept else query, value, need_weights=False)[0]
+        return x
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_recomputation_gets_the_same_tensor_several_times(trains: bool):
+    model = Attending().train(trains)
+    pipe = GPipe(copy.deepcopy(model), devices=["cpu"] * 2, chunks=2, checkpoint="always")
+    x = torch.rand(4, 5, 4, dtype=DOUBLE, requires_grad=True)
+    with closing(pipe):
+        for each in (pipe, model):
+            each(x).square().sum().backward()
+        assert_same(pipe, model)

@@ -24,7 +24,7 @@ from streams import Context
 from .._current import current, doing
 from .._torch import backward_id
 from ..checkpoint._random import CellRNG
-from ..values._leaves import Activation, as_nonleaf, detach_leaves, storage_id, versions
+from ..values._leaves import Activation, as_nonleaf, detach_leaves, map_once, storage_id, versions
 from ._recomputation import Recomputation, Repeat
 from ._saved import build_in_place_error
 from ._stage import Stage
@@ -58,7 +58,8 @@ class Block:
         # Clones of tensors that share memory would not receive each other's changes.
         apart = len(set(map(storage_id, inputs.tensors))) == len(inputs.tensors)
         forward = BlockForward(self, compute, context, current.work.rng)
-        output = forward.forward(value, detach_leaves(inputs), may_change=self._clones and apart)
+        # An attention of a tensor with itself does other operations if it is called with copies of it.
+        output = forward.forward(value, detach_leaves(inputs, map_once), may_change=self._clones and apart)
         self._clones = self._clones and versions(inputs) != before
         return output, forward
 
@@ -107,7 +108,7 @@ class BlockForward:
         repeat, block = self._repeat, self._block
         assert repeat is not None
         with self._context.applied(), repeat.restored():
-            value = as_nonleaf(repeat.inputs).value
+            value = as_nonleaf(repeat.inputs, map_once).value
             # Layers must not draw random numbers in a backward, except in this recomputation.
             work = doing(phase="recomputing", rng=repeat.random, graph_task=backward_id(), skips={})
             # A layer may run a small backward inside its forward.

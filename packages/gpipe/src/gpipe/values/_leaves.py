@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -104,21 +104,36 @@ def accumulate_gradient(gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
     return gradient if before is None else before if gradient is None else before + gradient
 
 
-def detach_leaves(activation: Activation) -> Activation:
+Apply = Callable[[Callable[[Tensor], Tensor], Iterable[Tensor]], Iterable[Tensor]]
+"""Applies a function to each tensor: ``map``, or :func:`map_once`."""
+
+
+def map_once(function: Callable[[Tensor], Tensor], tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Do the same as ``map``, but call ``function`` once for a tensor that occurs several times."""
+    given = [*tensors]
+    found = {id(tensor): function(tensor) for tensor in {id(tensor): tensor for tensor in given}.values()}
+    return [found[id(tensor)] for tensor in given]
+
+
+def detach_leaves(activation: Activation, apply: Apply = map) -> Activation:
     """Detach all tensors, so that they are leaves of a new graph, and keep their ``requires_grad``."""
     value = activation.value
     if isinstance(value, Tensor):
         return Activation(value.detach().requires_grad_(value.requires_grad), marks=activation.marks)
-    return activation.with_tensors([t.detach().requires_grad_(t.requires_grad) for t in activation.tensors])
+    return activation.with_tensors(apply(_detach, activation.tensors))
+
+
+def _detach(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def clone_leaves(activation: Activation) -> Activation:
     return activation.with_tensors(map(clone, activation.tensors))
 
 
-def as_nonleaf(activation: Activation) -> Activation:
+def as_nonleaf(activation: Activation, apply: Apply = map) -> Activation:
     """Return the same tensors as non-leaves, because torch forbids in-place changes of leaves that require grad."""
-    return activation.with_tensors(map(_enter, activation.tensors))
+    return activation.with_tensors(apply(_enter, activation.tensors))
 
 
 def versions(activation: Activation) -> list[int]:
