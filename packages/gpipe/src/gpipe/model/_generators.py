@@ -98,7 +98,7 @@ class OwnStates(Held):
         try:
             if not self._is_inner:
                 self.acquire()
-                _changes.by, _changes.count = self, _changes.count + 1
+                self._note()
             self._before = self._first = generator_states()
         except BaseException:
             self.release()
@@ -111,7 +111,7 @@ class OwnStates(Held):
 
     def resume(self) -> None:
         super().resume()
-        _changes.by, _changes.count = self, _changes.count + 1
+        self._note()
         self._before = generator_states()
         set_generator_states(self._paused)
 
@@ -127,6 +127,10 @@ class OwnStates(Held):
         finally:
             self.release()
         return drew
+
+    def _note(self) -> None:
+        if self._lock is _lock:  # otherwise another thread has these, and waits
+            _changes.by, _changes.count = self, _changes.count + 1
 
     def _learn(self, drew: Sequence[str]) -> None: ...
 
@@ -261,11 +265,10 @@ class Numbers:
 
         They cannot be told from those that another thread uses, and are found only if no other run is active.
         """
-        now = _observe()
-        if self._before is None or now is None or _changes.advances - self._advances != len(self._advanced):
-            return ()
-        expected = {name: _next_state(name, state) for name, state in self._before.items() if name in self._advanced}
-        changed = find_changed_generators({**self._before, **expected}, now)
+        now, changed = _observe(), list[str]()
+        if self._before and now and _changes.advances - self._advances == len(self._advanced):
+            advanced = {name: _next_state(name, self._before[name]) for name in self._advanced & self._before.keys()}
+            changed = find_changed_generators({**self._before, **advanced}, now)
         return changed if self._drawing.doubt(changed) else ()
 
 
