@@ -533,7 +533,7 @@ def pieces_of_two_threads() -> None:
         own = Numbers(Drawing(), set())
 
         def piece(k: int) -> float:
-            end = own.begin(k, None, [k])
+            end = own.begin(k, None, [k], is_block=True)
             try:
                 point("inside a piece", pause=True)
                 return random.random()

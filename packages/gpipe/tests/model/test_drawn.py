@@ -1,7 +1,9 @@
 """Random numbers and statistics between blocks, in a replay: harmless, or an error."""
 
 import random
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -81,33 +83,32 @@ SOURCES = (random.random, NUMPY.rand, lambda: torch.rand(()).item())
 
 @pytest.mark.parametrize("draw", SOURCES)
 @pytest.mark.parametrize("quiet", [1, 3, 7])
-def test_draws_that_begin_later_are_refused(
+def test_draws_that_begin_later_are_told(
     draw: Callable[[], float], quiet: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """After some micro-batches that drew nothing, in the same step or in an earlier one.
 
-    One step may have drawn from Python's or NumPy's generator unnoticed, and says so.
+    Torch's are refused. Those of Python and NumPy may be of another thread.
     """
-    calls = [0]
+    forwards, own = [0], threading.local()
 
-    def between(x: Tensor, output: Tensor) -> Tensor:
-        calls[0] += 1
-        return output * (1 + (draw() if calls[0] > 4 * quiet else 0.0))
+    class Counts(nn.Identity):
+        def forward(self, x: Tensor) -> Tensor:
+            forwards[0] += 1
+            own.draws = forwards[0] > quiet
+            return x
 
     x, y = batch()
-    pipe = piped(Model(nn.Identity(), between))
-    steps = 0
+    pipe = piped(Model(Counts(), lambda x, output: output * (1 + (draw() if own.draws else 0.0))))
+    is_of_torch = draw is SOURCES[-1]
 
     def run() -> None:
-        nonlocal steps
-        for steps in range(5):  # noqa: B007
+        for _ in range(1 + quiet // 3):
             pipe.step(x, y=y)
 
-    with pytest.raises(RuntimeError, match="draws random numbers"):
+    with pytest.raises(RuntimeError, match=r"draws random .*by item\(\)") if is_of_torch else nullcontext():
         run()
-    warnings = sum("did not before" in record.getMessage() for record in caplog.records)
-    assert warnings <= (draw is not SOURCES[-1])
-    assert steps <= quiet // 3 + warnings
+    assert any("did not before" in record.getMessage() for record in caplog.records) != is_of_torch
     pipe.close()
 
 
@@ -133,8 +134,26 @@ def test_random_numbers_read_between_blocks_are_refused(read: Callable[[Tensor],
     x, y = batch()
     pipe = piped(Model(nn.Identity(), between))
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"draws random numbers \(torch\)"):
+        with pytest.raises(RuntimeError, match=r"draws random numbers \(torch, and reads"):
             pipe.step(x, y=y)
+    pipe.close()
+
+
+def test_guards_against_nan_are_fine() -> None:
+    """They read the same from random tensors in all micro-batches, which may differ in the number of other reads."""
+
+    def between(x: Tensor, output: Tensor) -> Tensor:
+        for row in x:
+            assert row.isfinite().all().item()
+        dropped = F.dropout(output, 0.5)
+        if torch.isnan(dropped).any():
+            raise ValueError
+        return output
+
+    x, y = batch()
+    pipe = piped(Model(nn.Identity(), between))
+    for _ in range(2):
+        pipe.step(x, y=y)
     pipe.close()
 
 
@@ -153,7 +172,7 @@ TAILS = (lambda x: F.dropout(x, 0.5), lambda x: x * random.random(), lambda x: x
 
 
 @pytest.mark.parametrize("tail", TAILS)
-@pytest.mark.parametrize("way", ["call", "step", "evaluate"])
+@pytest.mark.parametrize("way", ["step", "evaluate"])
 def test_first_numbers_after_blocks_are_as_later_ones(tail: Callable[[Tensor], Tensor], way: str) -> None:
     class Tailed(Model):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -166,8 +185,7 @@ def test_first_numbers_after_blocks_are_as_later_ones(tail: Callable[[Tensor], T
         torch.manual_seed(1)
         random.seed(1)
         NUMPY.seed(1)
-        value = pipe(x, y=y) if way == "call" else getattr(pipe, way)(x, y=y)
-        found.append([value.item(), torch.rand(()).item(), random.random(), NUMPY.rand()])
+        found.append([getattr(pipe, way)(x, y=y).item(), torch.rand(()).item(), random.random(), NUMPY.rand()])
     assert found[0] == found[1] == found[2]
     pipe.close()
 

@@ -4,6 +4,7 @@ from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from gpipe import GPipe
 
-from ..layers import MODES, assert_same, rows
+from ..layers import MODES, Layer, assert_same, rows
 from .residuals import Residuals, plain_of
 from .test_forward import done
 
@@ -110,7 +111,7 @@ def model_of(kind: str, reads: bool = False) -> Model:
 @pytest.mark.parametrize("kind", KINDS)
 def test_later_blocks_see_what_earlier_ones_write(kind: str, stages: int, how: str, checkpoint: str) -> None:
     if how == "call" and "list" in kind:  # the model might read the list's length
-        with pytest.raises(RuntimeError, match=r"block 'layers\.0' modifies a list or dict"):
+        with pytest.raises(RuntimeError, match=r"block 'layers\.0' modifies a list, dict or dataclass"):
             losses_and_gradients(model_of(kind), how, stages, checkpoint)
         return
     expected = losses_and_gradients(model_of(kind), "call", 0, "never")
@@ -176,7 +177,7 @@ def test_read_values_match_model_or_raise(name: str, stages: int, how: str, mode
         plain = plain_of(pipe)
         if how in ("call", "whole"):
             with pytest.raises(
-                RuntimeError, match=r"block 'layers\.0' modifies a list or dict|has put into a list or dict"
+                RuntimeError, match=r"block 'layers\.0' modifies a list, dict or dataclass|has put into a list or dict"
             ):
                 done(pipe, x, how)
             return
@@ -202,7 +203,7 @@ def test_entries_that_a_block_replaces(kind: type, add: Any, how: str, reads: bo
         plain = plain_of(pipe)
         if reads or add is exchange:
             with pytest.raises(
-                RuntimeError, match=r"block 'layers\.0' modifies a list or dict|has put into a list or dict"
+                RuntimeError, match=r"block 'layers\.0' modifies a list, dict or dataclass|has put into a list or dict"
             ):
                 done(pipe, x, how)
             return
@@ -241,7 +242,7 @@ def test_numbers_written_by_block_raise_in_replay(how: str) -> None:
     with closing(GPipe(model, devices=["cpu"] * 3, chunks=3)) as pipe:
         plain = plain_of(pipe)
         if how == "call":
-            with pytest.raises(RuntimeError, match=r"block 'layers\.0' modifies a list or dict"):
+            with pytest.raises(RuntimeError, match=r"block 'layers\.0' modifies a list, dict or dataclass"):
                 done(pipe, x, how)
             return
         done(pipe, x, how)
@@ -255,3 +256,83 @@ class Counting(Residuals):
         for layer in self.layers:
             x = x + layer(x, found, others={"inner": []})
         return self.head(x) * found["calls"]
+
+
+@dataclass
+class Derived:
+    """Has attributes besides its fields."""
+
+    h: Tensor
+
+    def __post_init__(self) -> None:
+        self.extra = 3
+
+    @cached_property
+    def rows(self) -> int:
+        return len(self.h)
+
+
+@dataclass(init=False)
+class AlsoDict(OrderedDict):  # type: ignore[type-arg]
+    """Keeps its fields and its items equal, like a ModelOutput."""
+
+    h: Any = None
+
+    def __init__(self, items: Any) -> None:
+        super().__init__()
+        for key, value in items.items():
+            self[key] = value
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+
+class Holding(nn.Module):
+    def __init__(self, made: Callable[[Tensor], Any], block: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.made = nn.Linear(3, 3), made
+        function = lambda own, x, state: block(state, own.m[0](x))  # noqa: E731
+        self.layers = nn.ModuleList(Layer(function, nn.Linear(3, 3)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        state = self.made(x)
+        for layer in self.layers:
+            x = layer(x, state)
+        return x
+
+
+def put_item(state: AlsoDict, x: Tensor) -> Tensor:
+    state["h"] = state["h"] + x
+    return x * state["h"] * state.h  # type: ignore[no-any-return]
+
+
+def put_field(state: Derived, x: Tensor) -> Tensor:
+    state.h = state.h + x
+    return x * state.h
+
+
+HOLDING: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any, Tensor], Tensor]]] = {
+    "attributes besides fields": (Derived, lambda state, x: x * state.h / state.rows * 3),
+    "a field that is changed": (Derived, put_field),
+    "an item that is also a field": (lambda x: AlsoDict({"h": x}), put_item),
+}
+
+
+@pytest.mark.parametrize("how", ["call", "whole", "1f1b"])
+@pytest.mark.parametrize("kind", HOLDING)
+def test_dataclasses_with_more_than_fields(kind: str, how: str) -> None:
+    x = torch.arange(6.0).reshape(2, 3) / 6
+    plain, model = Holding(*HOLDING[kind]), Holding(*HOLDING[kind])
+    square(torch.cat([plain(row) for row in x.chunk(2)])).backward()
+    with closing(GPipe(model, devices=["cpu"] * 3, chunks=2, checkpoint="always")) as pipe:
+        for _ in range(2):
+            model.zero_grad()
+            if how == "call":
+                square(pipe(x)).backward()
+            else:
+                options = {"reduction": "mean", "schedule": "1f1b"} if how == "1f1b" else {}
+                pipe.step(x, loss_fn=square, **options)
+    assert_same(model, plain)

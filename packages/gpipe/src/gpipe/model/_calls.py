@@ -23,7 +23,7 @@ from ._between import Between
 from ._buffers import AfterBlocks, Held
 from ._called import answered_by
 from ._collected import collector
-from ._facts import READS, Facts, Place
+from ._facts import READS, Facts, Place, find_place
 from ._generators import Numbers
 from ._grad import get_grad_inputs, through_blocks
 from ._hooks import Hooks
@@ -171,7 +171,7 @@ class Calls:
         self.uses = Uses(type(run.model).__name__, known, self.tensors) if run.replays else None
         self.used: dict[Place, Tensor] = {}
         self.orders: dict[Entries, Tensor] = {}
-        self.drew, self.numbers = set[str](), list[Any]()
+        self.drew, self.numbers = set[str](), dict[Any, set[Any]]()
         self.between = Between(self)
         self.is_done, self.until = False, 0
         # After a complete forward, a replay repeats the operations after its last block.
@@ -233,7 +233,7 @@ class Calls:
         """Begin the operations between two calls of blocks, which may use the generators of Python and NumPy."""
         at = current.work.rng.at
         owner = at, self._run.model.training, torch.is_grad_enabled()
-        self._end_piece = self._run.numbers.begin(owner, self._kind, (self._microbatch, at))
+        self._end_piece = self._run.numbers.begin(owner, self._kind, (self._microbatch, at), is_block=False)
 
     def leave_piece(self, *, is_repeated: bool = False) -> Sequence[str]:
         """End the operations before a call of a block. Return the names of the generators that they have used.
@@ -252,7 +252,7 @@ class Calls:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             owner = module, module.training, torch.is_grad_enabled()
-            end = numbers.begin(owner, (*map(_kind, args), *map(_kind, kwargs.values())), place)
+            end = numbers.begin(owner, (*map(_kind, args), *map(_kind, kwargs.values())), place, is_block=True)
             try:
                 return function(*args, **kwargs)
             finally:
@@ -413,7 +413,8 @@ class Calls:
         self._owned.begin()
         output = self.tensors.compute(function, args, kwargs, self.here)
         if function in READS:
-            self.numbers.append(output if isinstance(output, bool | int | float | complex) else None)
+            number = output if isinstance(output, bool | int | float | complex) else None
+            self.numbers.setdefault(find_place(), set()).add(number)
         for tensor in self._owned.find_altered():
             self._run.expect_free(tensor, self.tensors.stage, self._microbatch)
         self._owned.end(output, self.tensors.stage)
@@ -458,11 +459,11 @@ def _nothing(*, counts: bool = True) -> Sequence[str]:
 
 def _kind(value: Any) -> Any:
     """Return the size of a tensor, a flag itself, and None for anything else."""
-    return value.shape if isinstance(value, Tensor) else value if isinstance(value, bool | str) else None
+    return value.shape if isinstance(value, Tensor) else value if isinstance(value, bool) else None
 
 
 _WRITES = (
-    "block {!r} modifies a list or dict that the model passes to it; the output of the full mini-batch, computed "
-    "without calling blocks again, would miss the change; let the block return its additions, or pass out_spec= or a "
-    "loss_fn that returns gpipe.LossSum(total, count)"
+    "block {!r} modifies a list, dict or dataclass that the model passes to it; the output of the full mini-batch, "
+    "computed without calling blocks again, would miss the change; let the block return its additions, or pass "
+    "out_spec= or a loss_fn that returns gpipe.LossSum(total, count)"
 )

@@ -86,6 +86,8 @@ class Elsewhere:
 
     def __init__(self, device: torch.device = _CPU) -> None:
         self._known: dict[Any, Output] = {}
+        # Blocks that need values take longer, so their outputs are kept for as long as nothing in them has changed.
+        self._of_values: dict[Any, Output] = {}
         self._devices = [*dict.fromkeys((device, _CPU))]
 
     def forget(self) -> None:
@@ -150,21 +152,31 @@ class Elsewhere:
         key = (name, hooks, mode, casts, repr(tree), *map(_kind, leaves))
         output = self._known.get(key)
         if output is None:
+            whole = (key, _state(module)) if self._of_values else None
+            output = self._of_values.get(whole)
+        if output is None:
             with nullcontext() if hooks or module is None else _without_hooks(module):
-                output = self._learn(module, function, leaves, tree)
+                output = self._learn(key, module, function, leaves, tree)
             if all(isinstance(leaf, _KNOWN) or is_constant(leaf) for leaf in (*leaves, *output.leaves)):
                 if len(self._known) >= _MOST:  # the sizes of inputs keep changing
                     self._known.clear()
                 self._known[key] = output
         return output
 
-    def _learn(self, module: nn.Module | None, function: Any, leaves: Sequence[Any], tree: Any) -> Output:
+    def _learn(self, key: Any, module: nn.Module | None, function: Any, leaves: Sequence[Any], tree: Any) -> Output:
         with suppress(Exception):  # its code needs values, or has kernels for some devices only
             return _output(module, function, leaves, tree, bare)
+        found: Output | None = None
         for device in self._devices[:-1]:
             with suppress(Exception):
-                return _output_of_values(module, function, leaves, tree, device)
-        return _output_of_values(module, function, leaves, tree, self._devices[-1])
+                found = _output_of_values(module, function, leaves, tree, device)
+                break
+        if found is None:
+            found = _output_of_values(module, function, leaves, tree, self._devices[-1])
+        if len(self._of_values) >= _MOST:
+            self._of_values.clear()
+        self._of_values[key, _state(module)] = found
+        return found
 
 
 def first_line(error: Exception) -> str:
@@ -212,8 +224,11 @@ def _on_meta(value: Any) -> Any:
 
 
 def _filled(tensor: Tensor, value: int = 0, device: torch.device = _CPU) -> Tensor:
-    found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    return _as_given(found.fill_(value), tensor.requires_grad)
+    if tensor.layout is torch.strided:
+        found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).fill_(value)
+    else:
+        found = torch.full(tensor.shape, value, dtype=tensor.dtype, device=device)
+    return _as_given(found, tensor.requires_grad)
 
 
 def _as_given(tensor: Tensor, requires_grad: bool) -> Tensor:
@@ -267,9 +282,33 @@ def _output_of_values(
     other = found
     with suppress(Exception):  # ones may be invalid, for example as indices
         other = _output(module, function, leaves, tree, partial(_filled, value=1, device=device))
-    if found != other:
+    if any(_differ(a, b) for a, b in zip(found.leaves, other.leaves, strict=False)):
         raise RuntimeError("the numbers that it returns, or the sizes of its tensors, depend on values")
     return found
+
+
+def _differ(a: Any, b: Any) -> bool:
+    """Return whether two leaves are different numbers, or tensors of different sizes."""
+    if isinstance(a, Like) and isinstance(b, Like):
+        return a.size != b.size
+    return isinstance(a, _NUMBERS) and isinstance(b, _NUMBERS) and repr(a) != repr(b)  # NaN is equal to NaN
+
+
+_NUMBERS = bool, int, float, complex
+
+
+def _state(module: nn.Module | None) -> Any:
+    """Return what determines the output of a block besides its arguments, as far as it is in its modules."""
+    return None if module is None else tuple([_state_of_one(each) for each in module.modules()])
+
+
+def _state_of_one(module: nn.Module) -> Any:
+    own = vars(module)
+    tensors = {**module._parameters, **module._buffers}
+    sizes = [(name, each.shape, each.dtype) for name, each in tensors.items() if each is not None]
+    hooks = [id(hook) for kind in own if kind.endswith("_hooks") for hook in own[kind].values()]
+    others = [(name, repr(value)) for name, value in own.items() if is_constant(value)]
+    return type(module), own.get("forward"), tuple(sizes), tuple(hooks), tuple(others)
 
 
 def _describe(leaf: Tensor, known: dict[int, Argument], seen: dict[int, Same], number: int) -> Any:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import zip_longest
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -56,9 +57,8 @@ class Facts(NamedTuple):
         changed: the used tensors that the model modifies in place afterwards.
         changes_inputs: whether the model modifies its inputs in place.
         drew: the names of the generators of Python and NumPy that the model used before its last call of a block.
-        numbers: the numbers that the model read from tensors before its last call of a block, in order, as in
-            ``x.max().item()`` or ``if x.any():``; None for each one that forwards of the run do not have in common, and
-            for lists and arrays.
+        numbers: the numbers that the model read from tensors before its last call of a block, as in
+            ``x.max().item()`` or ``if x.any():``, by the place in its code; None stands for lists and arrays.
     """
 
     answers: Sequence[Answer]
@@ -66,14 +66,14 @@ class Facts(NamedTuple):
     changed: frozenset[Place]
     changes_inputs: bool
     drew: frozenset[str]
-    numbers: Sequence[Any]
+    numbers: Mapping[Any, frozenset[Any]]
 
     def begins_with(self, answers: Sequence[Answer]) -> bool:
         """Return whether the last of ``answers`` is like the one of the same call here."""
         return len(answers) <= len(self.answers) and self.answers[len(answers) - 1].is_like(answers[-1])
 
 
-NO_FACTS = Facts((), frozenset(), frozenset(), changes_inputs=False, drew=frozenset(), numbers=())
+NO_FACTS = Facts((), frozenset(), frozenset(), changes_inputs=False, drew=frozenset(), numbers={})
 
 
 def join_facts(found: Sequence[Facts], model: str) -> Facts:
@@ -95,8 +95,8 @@ def join_facts(found: Sequence[Facts], model: str) -> Facts:
         frozenset[Place]().union(*each) for each in zip(*[(facts.used, facts.changed) for facts in found], strict=True)
     )
     drew = frozenset[str]().union(*(facts.drew for facts in found))
-    columns = zip_longest(*(facts.numbers for facts in found))
-    numbers = [column[0] if all(each == column[0] for each in column) else None for column in columns]
+    places = {place: None for facts in found for place in facts.numbers}
+    numbers = {place: frozenset[Any]().union(*(each.numbers.get(place, ()) for each in found)) for place in places}
     # Sizes differ between runs. The sizes of the first micro-batch are compared with the full mini-batch.
     return Facts(first.answers, used, changed, any(facts.changes_inputs for facts in found), drew, numbers)
 
@@ -104,6 +104,16 @@ def join_facts(found: Sequence[Facts], model: str) -> Facts:
 _READS = ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__array__")
 READS = frozenset([getattr(Tensor, name) for name in _READS])
 """Operations that return the values of a tensor as numbers of Python, or as an array."""
+
+_LIBRARIES = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+
+
+def find_place() -> Any:
+    """Return the place in the code of a model, not of torch, that calls an operation."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    return frame.f_code, frame.f_lasti
 
 
 def _kind(leaf: Any) -> Any:

@@ -66,7 +66,7 @@ class Forward:
         return self._calls.drew
 
     @property
-    def numbers(self) -> list[Any]:
+    def numbers(self) -> dict[Any, set[Any]]:
         """The numbers that the model has read from tensors: see :class:`Facts`."""
         return self._calls.numbers
 

@@ -125,6 +125,8 @@ class OwnStates(Held):
             set_generator_states(self._before)
             self._learn(drew)
         finally:
+            if _changes.by is self:
+                _changes.by = None
             self.release()
         return drew
 
@@ -163,7 +165,8 @@ class Drawing:
     piece that has used random numbers once may use them for inputs of any kind.
 
     Attributes:
-        is_doubted: whether nothing is known, because generators have changed although no piece was known to use them.
+        is_doubted: whether it is tried again which blocks use them, because generators have changed although no piece
+            was known to use them. It may have been another thread, so only blocks that use them in each call are found.
     """
 
     def __init__(self) -> None:
@@ -171,12 +174,16 @@ class Drawing:
         self._quiet = set[tuple[Any, Any]]()
         self.is_doubted = False
         self._doubts = 3  # as many as there may still be
+        self._tried: dict[Any, bool] = {}  # whether a block has used them in each of its calls
 
-    def is_quiet(self, owner: Any, kind: Any) -> bool:
+    def is_quiet(self, owner: Any, kind: Any, *, is_block: bool) -> bool:
         """Return whether a piece is known to use no random numbers."""
-        return (owner, kind) in self._quiet and owner not in self._draws and not self.is_doubted
+        return (owner, kind) in self._quiet and owner not in self._draws and not (self.is_doubted and is_block)
 
     def learn(self, owner: Any, kind: Any, *, draws: bool) -> None:
+        if self.is_doubted and (owner, kind) in self._quiet:
+            self._tried[owner] = draws and self._tried.get(owner, True)
+            return
         if draws:
             self._draws.add(owner)
             return
@@ -185,11 +192,15 @@ class Drawing:
         self._quiet.add((owner, kind))
 
     def doubt(self, changed: Sequence[str]) -> bool:
-        """End a run in which ``changed`` generators were used unexpectedly. Return whether this was a piece.
+        """End the forwards of a run in which ``changed`` generators were used unexpectedly.
 
-        Then no piece is quiet in the next run. If the generators change in that run too, another thread uses them.
+        Returns:
+            Whether blocks are tried again in the next run. If the generators change in that run too, and no block was
+            found, the loss or another thread uses them.
         """
         was_doubted, self.is_doubted = self.is_doubted, False
+        self._draws.update(owner for owner, always in self._tried.items() if always)
+        self._tried.clear()
         if was_doubted and changed:
             self._doubts = 0
         if was_doubted or not changed or not self._doubts:
@@ -227,7 +238,7 @@ class Numbers:
         """Return what identifies the lock of the pieces, and the lock."""
         return self if self._is_nested else _GENERATORS, self._lock
 
-    def begin(self, owner: Any, kind: Any, place: Sequence[int]) -> Callable[[], Sequence[str]]:
+    def begin(self, owner: Any, kind: Any, place: Sequence[int], *, is_block: bool) -> Callable[..., Sequence[str]]:
         """Begin a piece. Return a function that ends it, to be called on the same thread.
 
         That function returns the names of the generators that the piece has used.
@@ -235,9 +246,10 @@ class Numbers:
         Args:
             owner, kind: the properties that determine whether the piece uses random numbers: see :class:`Drawing`.
             place: numbers that are unique to the piece in this run.
+            is_block: whether the piece is a call of a block.
         """
         is_inside = self.own_states()[0] in locks_of_thread()  # for example, while the size of an output is computed
-        if is_inside or self._drawing.is_quiet(owner, kind):
+        if is_inside or self._drawing.is_quiet(owner, kind, is_block=is_block):
             return _nothing
         piece = _Piece(self, owner, kind, place)
         piece.begin()

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
 
 from streams import waiting
 
-from .._current import doing
-from .._torch import backward_id
-from ..checkpoint._random import CellRNG, RunRNG
+from ..checkpoint._random import RunRNG
 from ..engine._accumulate import DeferredGradients
 from ..engine._offloaded import Offload
 from ..engine._pipeline import Pipeline
@@ -92,7 +89,6 @@ class ModelPipeline(Pipeline):
         self._owners = Owners()
         self._run: ModelRun | None = None  # until the facts from its forwards are read
         self._facts: Facts | None = None
-        self._rng: RunRNG | None = None  # until the output of its run is computed
 
     def of(self, module: nn.Module) -> ModelPipeline:
         """Return a pipeline of the same stages and threads for the forward of ``module``, a part of the model."""
@@ -110,7 +106,6 @@ class ModelPipeline(Pipeline):
     ) -> StageRuns:
         start, numbers = self.threads.pool.submit, Numbers(self._drawing, rng.advanced)
         given = self.divided, start, transport, spec, tied, deferred, self._known, numbers, self._owners
-        self._rng = rng if spec.replays and spec.loss is None else None
         run = ModelRun(*given) if self.processes.ranks is None else FarRun(self.elsewhere, *given)
         self._run, self._facts = run if spec.replays else None, None
         return run
@@ -124,14 +119,6 @@ class ModelPipeline(Pipeline):
             self._run = None  # it holds the caller's arguments for the loss
         assert self._facts is not None
         return self._facts
-
-    def after_blocks(self) -> AbstractContextManager[None]:
-        """Return a context for the operations after the last block: they draw from the numbers of the last run."""
-        rng, self._rng = self._rng, None
-        if rng is None or self.processes.ranks is not None:
-            return nullcontext()
-        # As a loss of all rows does, in step().
-        return doing(rng=CellRNG(rng, 0, self.stages[-1].numbers.stop), graph_task=backward_id())
 
     def forget(self) -> None:
         """Make the next forwards complete, after a replay of the full mini-batch has failed."""

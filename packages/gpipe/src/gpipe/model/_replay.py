@@ -30,7 +30,7 @@ from ._called import answered_by
 from ._collected import collector
 from ._drawn import Draws
 from ._elsewhere import Elsewhere
-from ._facts import READS, Answer, Facts, Place, Shape
+from ._facts import READS, Answer, Facts, Place, Shape, find_place
 from ._grad import Leaves, get_grad_inputs, through_blocks
 from ._moved import Moved, Places
 from ._row_order import Entries, are_in_order, compute_numbers, get_numbered_dims
@@ -93,7 +93,7 @@ class Replay:
         self._leaves = Leaves()
         self._filled: dict[Place, Tensor] = {}
         self._placeholders: dict[int, tuple[Tensor, Argument]] = {}
-        self._draws, self._numbers = Draws(facts.drew), iter(facts.numbers)
+        self._draws, self._numbers = Draws(facts.drew), facts.numbers
         around = outside(model, blocks) if model.training else []
         self._buffers = copy_small_buffers(buffer for module in around for buffer in module.buffers(recurse=False))
         self._held = copy_dicts(module._buffers for module in around)
@@ -190,17 +190,19 @@ class Replay:
             return self._without_data(function, *given)
         output = self.place_output(function(*given[0], **given[1]))
         if function in READS:
-            self._read(output, tensors)
+            self._read(function, output, tensors)
         is_drawn = self._draws.count > count and self._calls < len(self._answers)
         if is_drawn or any(tensor in self._draws for tensor in tensors):
             map_tree(output, lambda tensor: self._draws.add([tensor]) or tensor)  # type: ignore[func-returns-value]
         return output
 
-    def _read(self, value: Any, tensors: Sequence[Tensor]) -> None:
-        """Expect that a ``value`` read from random ``tensors`` is the one that all micro-batches read."""
-        known = next(self._numbers, None)
-        if any(tensor in self._draws for tensor in tensors) and (known is None or value != known):
-            raise self._random("torch")
+    def _read(self, function: Any, value: Any, tensors: Sequence[Tensor]) -> None:
+        """Expect that a ``value`` read from random ``tensors`` is the one that all micro-batches read there."""
+        if not any(tensor in self._draws for tensor in tensors):
+            return
+        known = self._numbers.get(find_place(), frozenset())
+        if known != {value if isinstance(value, bool | int | float | complex) else self}:
+            raise self._random(f"torch, and reads them by {function.__name__}()")
 
     def _is_before_blocks(self, tensor: Tensor) -> bool:
         """Return whether the output of a block may depend on ``tensor``, which is not a parameter."""

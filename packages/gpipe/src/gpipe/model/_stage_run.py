@@ -177,9 +177,9 @@ class ModelRun(StageRuns):
         """Log that a piece has drawn from generators of Python or NumPy although it was known not to."""
         if changed := self.numbers.end_forwards():
             _log.warning(
-                "a block of %s, or its own operations between blocks, drew from %s, and did not before; in this step, "
-                "the numbers depend on the timing of threads, and in the next ones they do not (unless it was a "
-                "loss_fn, or another thread of the program, whose numbers always do)",
+                "a block of %s, or its own operations between blocks, drew from %s, and did not before (or loss_fn did, "
+                "or another thread); in this step, its numbers depend on the timing of threads; see Random numbers in "
+                "the documentation",
                 type(self.model).__name__,
                 changed[0],
             )
@@ -189,7 +189,8 @@ class ModelRun(StageRuns):
         if forward.uses is not None:
             uses = forward.uses
             used, changed = frozenset(forward.used), frozenset(uses.changed)
-            drew, numbers = frozenset(forward.drew), forward.numbers
+            drew = frozenset(forward.drew)
+            numbers = {place: frozenset(found) for place, found in forward.numbers.items()}
             self._shown.append(Facts(uses.answers, used, changed, uses.changes_inputs, drew, numbers))
 
     @property

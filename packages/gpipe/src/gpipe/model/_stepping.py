@@ -110,7 +110,7 @@ class ModelStepping(Stepping):
     ) -> Any:
         """Return the output of a module for the full mini-batch, from the outputs of a run."""
         used = get_used_tensors(outputs).value
-        with pipeline.divided.answering(), without_cache(self._whole_model), pipeline.after_blocks():
+        with pipeline.divided.answering(), without_cache(self._whole_model):
             return order_backward(self._replay(pipeline, used, batches, inputs), {*self._devices})
 
     @property

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
@@ -60,11 +60,12 @@ class Written:
             if isinstance(mine, _LISTS):
                 mine.clear()
                 mine.extend([value for _, value in found])
-            elif is_dataclass(mine):
-                vars(mine).update(found)
-            else:
+            elif isinstance(mine, MutableMapping):
                 mine.clear()
                 mine.update(found)
+            else:
+                for name, value in found:
+                    object.__setattr__(mine, name, value)
         return is_in_tensors
 
     def _changes(self) -> Iterator[tuple[_Container, _Container, _Entries, _Entries]]:
@@ -77,7 +78,7 @@ class Written:
 
 
 def _has_fields(value: Any) -> bool:
-    return is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__")
+    return is_dataclass(value) and not isinstance(value, type)
 
 
 def _put(value: Any, put: Callable[[Tensor], Tensor]) -> Any:
@@ -90,7 +91,9 @@ _LISTS = list, deque
 def _entries(container: _Container) -> _Entries:
     if isinstance(container, _LISTS):
         return [*enumerate(container)]
-    return [*container.items()] if isinstance(container, MutableMapping) else [*vars(container).items()]
+    if isinstance(container, MutableMapping):
+        return [*container.items()]
+    return [(each.name, getattr(container, each.name)) for each in fields(container) if hasattr(container, each.name)]
 
 
 def _pairs(own: Any, given: Any) -> Iterator[tuple[_Container, _Container]]:
