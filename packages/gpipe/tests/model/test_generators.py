@@ -182,7 +182,7 @@ def test_block_that_draws_later_is_reproducible_later(
     for balance in ([4], [2, 2], [1, 1, 2]):
         found, warnings = run(balance, quiet)
         torch.testing.assert_close(found, expected)
-        assert warnings == (quiet > 0)
+        assert (quiet > 3) <= warnings <= 3 * (quiet > 0)
 
 
 def test_block_may_draw_for_a_flag_only() -> None:

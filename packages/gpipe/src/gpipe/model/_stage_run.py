@@ -177,9 +177,9 @@ class ModelRun(StageRuns):
         """Log that a piece has drawn from generators of Python or NumPy although it was known not to."""
         if changed := self.numbers.end_forwards():
             _log.warning(
-                "a block of %s, or its own operations between blocks, drew from %s, and did not before (or loss_fn did, "
-                "or another thread); in this step, its numbers depend on the timing of threads; see Random numbers in "
-                "the documentation",
+                "a block of %s, or its own operations between blocks, drew from %s, and did not before (or loss_fn "
+                "did, or another thread); in this step, its numbers depend on the timing of threads; see Random "
+                "numbers in the documentation",
                 type(self.model).__name__,
                 changed[0],
             )
