@@ -87,8 +87,7 @@ def test_draws_that_begin_later_are_told(
 ) -> None:
     """After some micro-batches that drew nothing, in the same step or in an earlier one.
 
-    Torch's are refused. Those of Python and NumPy may be of another thread, and are refused only if they arrive while
-    another piece is watched.
+    Torch's raise an error. Python's and NumPy's may be of another thread, and raise one only while a piece is watched.
     """
     forwards, own = [0], threading.local()
 

@@ -207,7 +207,7 @@ def test_block_may_draw_for_a_flag_only() -> None:
 
 
 def test_drawing_thread_is_told_of_thrice_at_most(caplog: pytest.LogCaptureFixture) -> None:
-    """It must not draw, but may. Then no step waits for its stages, one at a time, for ever."""
+    """It must not draw, but may. Then no step waits for its stages, one at a time, forever."""
     stops = threading.Event()
 
     def draws() -> None:
