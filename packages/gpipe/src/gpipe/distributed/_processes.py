@@ -400,19 +400,21 @@ def _earliest(run: RunState | None) -> When:
     return _BEFORE if run is None else run.failures.earliest or _BEFORE
 
 
+def _drawn(run: RunState) -> Report:
+    """Return which random number generators a run has advanced; an empty report if it has advanced none."""
+    found = {"drew": run.rng.drew, "advanced": [*run.rng.advanced]}
+    return {name: value for name, value in found.items() if value}
+
+
 def _success(run: RunState) -> Report:
-    report: Report = {"drew": True} if run.rng.drew else {}
-    if run.rng.advanced:
-        report["advanced"] = [*run.rng.advanced]
+    report = _drawn(run)
     if run.loss is not None and not isinstance(run.loss, RemoteLoss):
         report["verdict"] = summarize_losses(run.loss)
     return report
 
 
 def _failure(run: RunState | None, error: BaseException) -> Report:
-    report: Report = {"failed": True, "drew": run is not None and run.rng.drew}
-    if run is not None:
-        report["advanced"] = [*run.rng.advanced]
+    report: Report = {"failed": True, **({} if run is None else _drawn(run))}
     if not isinstance(error, Cancelled):
         report |= {"when": _earliest(run), "what": format_error(error)}
     return report

@@ -24,7 +24,7 @@ from ._buffers import AfterBlocks, Held
 from ._called import answered_by
 from ._collected import collector
 from ._facts import READS, Facts, Place, find_place
-from ._generators import Numbers
+from ._generators import Numbers, end_nothing
 from ._grad import get_grad_inputs, through_blocks
 from ._hooks import Hooks
 from ._left import Left
@@ -180,7 +180,7 @@ class Calls:
         self._hooks = Hooks(run.model, run.blocks)
         self._number = 0  # the index of the next call
         self._kind = (*map(_kind, flatten(inputs.value)[0]),)
-        self._end_piece: Callable[..., Sequence[str]] = _nothing
+        self._end_piece: Callable[..., Sequence[str]] = end_nothing
 
     def clear(self) -> None:
         """Release all tensors."""
@@ -241,7 +241,7 @@ class Calls:
         Args:
             is_repeated: whether a replay runs these operations for the full mini-batch, and only that counts.
         """
-        end, self._end_piece = self._end_piece, _nothing
+        end, self._end_piece = self._end_piece, end_nothing
         if drew := end(counts=not is_repeated):
             self._run.expect_drawing(drew)
         return drew
@@ -412,7 +412,7 @@ class Calls:
             raise through_blocks(type(self._run.model).__name__)
         self._owned.begin()
         output = self.tensors.compute(function, args, kwargs, self.here)
-        if function in READS:
+        if self.uses is not None and function in READS:
             number = output if isinstance(output, bool | int | float | complex) else None
             self.numbers.setdefault(find_place(), set()).add(number)
         for tensor in self._owned.find_altered():
@@ -451,10 +451,6 @@ def _expect_parameters(name: str, module: nn.Module) -> None:
             "torch.func.functional_call; the next micro-batch would also use them; compute them inside the block, for "
             "example by a parametrization"
         )
-
-
-def _nothing(*, counts: bool = True) -> Sequence[str]:
-    return ()
 
 
 def _kind(value: Any) -> Any:

@@ -86,8 +86,8 @@ class Elsewhere:
 
     def __init__(self, device: torch.device = _CPU) -> None:
         self._known: dict[Any, Output] = {}
-        # Blocks that need values take longer, so their outputs are kept for as long as nothing in them has changed.
-        self._of_values: dict[Any, Output] = {}
+        # Blocks that need values take longer, so their outputs are kept for as long as their state is the same.
+        self._of_values: dict[Any, tuple[Any, Output]] = {}
         self._devices = [*dict.fromkeys((device, _CPU))]
 
     def forget(self) -> None:
@@ -152,31 +152,34 @@ class Elsewhere:
         key = (name, hooks, mode, casts, repr(tree), *map(_kind, leaves))
         output = self._known.get(key)
         if output is None:
-            whole = (key, _state(module)) if self._of_values else None
-            output = self._of_values.get(whole)
-        if output is None:
             with nullcontext() if hooks or module is None else _without_hooks(module):
-                output = self._learn(key, module, function, leaves, tree)
+                output = self._recall(key, module) or self._learn(key, module, function, leaves, tree)
             if all(isinstance(leaf, _KNOWN) or is_constant(leaf) for leaf in (*leaves, *output.leaves)):
                 if len(self._known) >= _MOST:  # the sizes of inputs keep changing
                     self._known.clear()
                 self._known[key] = output
         return output
 
+    def _recall(self, key: Any, module: nn.Module | None) -> Output | None:
+        """Return the output of a block that needs values, from an earlier run; None if it has changed since."""
+        known = self._of_values.get(key)
+        return known[1] if known is not None and known[0] == _state(module) else None
+
     def _learn(self, key: Any, module: nn.Module | None, function: Any, leaves: Sequence[Any], tree: Any) -> Output:
         with suppress(Exception):  # its code needs values, or has kernels for some devices only
             return _output(module, function, leaves, tree, bare)
-        found: Output | None = None
-        for device in self._devices[:-1]:
-            with suppress(Exception):
-                found = _output_of_values(module, function, leaves, tree, device)
-                break
-        if found is None:
-            found = _output_of_values(module, function, leaves, tree, self._devices[-1])
+        found = self._learn_from_values(module, function, leaves, tree)
         if len(self._of_values) >= _MOST:
             self._of_values.clear()
-        self._of_values[key, _state(module)] = found
+        self._of_values[key] = _state(module), found
         return found
+
+    def _learn_from_values(self, *call: Any) -> Output:
+        *others, last = self._devices
+        for device in others:
+            with suppress(Exception):
+                return _output_of_values(device, *call)
+        return _output_of_values(last, *call)
 
 
 def first_line(error: Exception) -> str:
@@ -275,7 +278,7 @@ def _output(module: nn.Module | None, function: Any, leaves: Sequence[Any], tree
 
 
 def _output_of_values(
-    module: nn.Module | None, function: Any, leaves: Sequence[Any], tree: Any, device: torch.device
+    device: torch.device, module: nn.Module | None, function: Any, leaves: Sequence[Any], tree: Any
 ) -> Output:
     """Describe the output of a block or function whose code needs values, called with zeros and with ones."""
     found = _output(module, function, leaves, tree, partial(_filled, value=0, device=device))

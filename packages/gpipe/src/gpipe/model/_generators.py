@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,15 +116,20 @@ class OwnStates(Held):
         self._before = generator_states()
         set_generator_states(self._paused)
 
-    def end(self) -> list[str]:
-        """Restore the states from before. Return the names of the generators that were used."""
+    def end(self, then: Callable[[Sequence[str]], None] | None = None) -> list[str]:
+        """Restore the states from before. Return the names of the generators that were used.
+
+        Args:
+            then: called with these names before another thread may begin.
+        """
         if not (self.is_held or self._is_inner):  # an error while it waited
             return []
         self._is_inner = False
         try:
             drew = find_changed_generators(self._first)
             set_generator_states(self._before)
-            self._learn(drew)
+            if then is not None:
+                then(drew)
         finally:
             if _changes.by is self:
                 _changes.by = None
@@ -133,8 +139,6 @@ class OwnStates(Held):
     def _note(self) -> None:
         if self._lock is _lock:  # otherwise another thread has these, and waits
             _changes.by, _changes.count = self, _changes.count + 1
-
-    def _learn(self, drew: Sequence[str]) -> None: ...
 
 
 @contextmanager
@@ -250,10 +254,10 @@ class Numbers:
         """
         is_inside = self.own_states()[0] in locks_of_thread()  # for example, while the size of an output is computed
         if is_inside or self._drawing.is_quiet(owner, kind, is_block=is_block):
-            return _nothing
+            return end_nothing
         piece = _Piece(self, owner, kind, place)
         piece.begin()
-        return piece.end
+        return piece.finish
 
     def seed(self, states: dict[str, Any], place: Sequence[int]) -> None:
         """Give the generators the states of the piece at ``place``, in a run that begins with these ``states``."""
@@ -289,8 +293,8 @@ class _Piece(OwnStates):
 
     def __init__(self, numbers: Numbers, owner: Any, kind: Any, place: Sequence[int]) -> None:
         super().__init__(*numbers.own_states())
-        self._numbers, self._owner, self._kind, self._place = numbers, owner, kind, place
-        self._counts = False
+        self._numbers, self._place = numbers, place
+        self._learn = partial(numbers.learn, owner, kind)
 
     def begin(self) -> None:
         super().begin()
@@ -298,22 +302,18 @@ class _Piece(OwnStates):
             self._numbers.seed(self._before, self._place)
             self._first = generator_states()
         except BaseException:
-            self.end(counts=False)
+            self.end()
             raise
 
-    def end(self, *, counts: bool = True) -> list[str]:
-        self._counts = counts
-        return super().end()
-
-    def _learn(self, drew: Sequence[str]) -> None:
-        if self._counts:
-            self._numbers.learn(self._owner, self._kind, drew)
+    def finish(self, *, counts: bool = True) -> list[str]:
+        """End the piece. If it ``counts``, record which generators it has used, and let these advance."""
+        return self.end(self._learn if counts else None)
 
 
 _MOST = 1 << 14
 
 
-def _nothing(*, counts: bool = True) -> Sequence[str]:
+def end_nothing(*, counts: bool = True) -> Sequence[str]:
     return ()
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..values._leaves import get_tensors
 from ._tree import map_tree
 
+_LISTS = list, deque
 _Container = Any
 """A list, a deque, a mutable mapping, or an instance of a dataclass."""
 _Entries = list[tuple[Any, Any]]
@@ -85,9 +86,6 @@ def _put(value: Any, put: Callable[[Tensor], Tensor]) -> Any:
     return map_tree(value, put) if get_tensors(value) else value
 
 
-_LISTS = list, deque
-
-
 def _entries(container: _Container) -> _Entries:
     if isinstance(container, _LISTS):
         return [*enumerate(container)]
@@ -100,7 +98,7 @@ def _pairs(own: Any, given: Any) -> Iterator[tuple[_Container, _Container]]:
     """Yield each list, dict and dataclass in ``own``, and the one that stands for it in ``given``."""
     if isinstance(own, Tensor):
         return
-    if isinstance(own, list | deque | MutableMapping) or _has_fields(own):
+    if isinstance(own, (*_LISTS, MutableMapping)) or _has_fields(own):
         yield own, given
         for (_, mine), (_, its) in zip(_entries(own), _entries(given), strict=True):
             yield from _pairs(mine, its)
